@@ -1,0 +1,213 @@
+"""What a peft LoRA adapter holds: its config, its scale, and the place of each of its tensors. No torch.
+
+base_model.model.<module>.lora_A.weight           r x in        a pair: W + scale * B @ A
+base_model.model.<module>.lora_B.weight           out x r
+base_model.model.<module>.lora_embedding_A / _B   r x rows, width x r: the same for an embedding, transposed
+base_model.model.<module>.lora_magnitude_vector   out           DoRA: the length of each row
+base_model.model.<module>.base_layer.weight                     the base weight, kept beside a pair
+base_model.model.<module>.weight                                trained whole (modules_to_save): replaces the base's
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import InputError
+from finetune.weight_files import FLOATS, Tensor, read_shard
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_[AB](?=\.weight)|lora_embedding_[AB]|lora_magnitude_vector)(\.weight)?"
+)
+# Each changes what the adapted model computes in a way that W + scale * B @ A does not say.
+_UNSUPPORTED = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "megatron_config",
+    "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora",
+)  # fmt: skip
+# These start values move a part of the base into the adapter: the change is relative to what is left of the base.
+_RESIDUAL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One low-rank change of one weight."""
+
+    module: str
+    a: Tensor
+    b: Tensor
+    scale: float
+    embedding: bool
+    magnitude: Tensor | None
+    base: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of B @ A."""
+        return self.b.shape[0], self.a.shape[1]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter folder by its headers: `pairs` by module, `whole` tensors by name, keys that fit neither."""
+
+    folder: Path
+    config: dict[str, Any]
+    pairs: dict[str, Pair]
+    whole: dict[str, Tensor]
+    strange: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def scale(self) -> float:
+        """The scale of modules that no pattern names."""
+        return lora_scale(self.config)
+
+
+def pattern_value(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that is a regular expression for the module's name or for its last parts.
+
+    peft's own rule (`peft.utils.other.get_pattern_key`), for `rank_pattern` and `alpha_pattern`.
+    """
+    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(found, default)
+
+
+def lora_scale(config: Mapping[str, Any], module: str = "") -> float:
+    """The factor before B @ A: alpha / r (Hu et al. 2021), or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023)."""
+    rank = pattern_value(config.get("rank_pattern"), module, config["r"])
+    alpha = pattern_value(config.get("alpha_pattern"), module, config["lora_alpha"])
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read the headers of a peft LoRA adapter and check it against its own config.
+
+    Raises `InputError` for a folder that is no adapter, another kind of adapter, a variant that cannot be merged,
+    half a pair, a rank that contradicts the config, or a target module with nothing in the file.
+    """
+    config = _read_config(folder)
+    if not (folder / WEIGHTS).exists():
+        raise InputError(
+            f"The adapter {folder} has no {WEIGHTS}.",
+            "Give a folder written by peft's save_pretrained; convert an adapter_model.bin by loading and saving it.",
+        )
+    tensors = tuple(read_shard(folder / WEIGHTS).tensors.values())
+    parts, whole, strange = _sort(tensors)
+    pairs = {module: _pair(folder, config, module, found) for module, found in parts.items()}
+    adapter = Adapter(folder, config, pairs, whole, strange, tensors)
+    if wrong := next((tensor for tensor in tensors if tensor.dtype not in FLOATS), None):
+        raise InputError(
+            f"'{wrong.name}' of the adapter {folder} is stored as {wrong.dtype}.",
+            "Save the adapter in float32, bfloat16 or float16.",
+        )
+    if not strange:  # with wrong keys every target looks empty, and the keys are the better message
+        _check_filled(adapter)
+    return adapter
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder} is not an adapter: it has no {CONFIG}.", "Give the folder that peft's save_pretrained wrote."
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{folder / CONFIG} cannot be read: {error}.", "Save the adapter again.") from None
+    if config.get("peft_type") != "LORA":
+        raise InputError(
+            f"The adapter {folder} is of type {config.get('peft_type')}.", "Only LoRA adapters can be merged here."
+        )
+    if not all(isinstance(config.get(name), (int, float)) and config[name] > 0 for name in ("r", "lora_alpha")):
+        raise InputError(f"{folder / CONFIG} has no usable r and lora_alpha.", "Save the adapter again.")
+    if used := [name for name in _UNSUPPORTED if config.get(name)]:
+        raise InputError(
+            f"The adapter {folder} uses {', '.join(used)}, which this merge does not know.",
+            "Merge it with peft's merge_and_unload.",
+        )
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(_RESIDUAL):
+        raise InputError(
+            f"The adapter {folder} starts from '{start}', so it fits the residual of the base and not the base.",
+            "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter.",
+        )
+    return dict(config)
+
+
+def _sort(tensors: Iterable[Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], tuple[str, ...]]:
+    """Tensors into parts of pairs by module, whole tensors by name, and keys that follow no rule."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    strange = []
+    for tensor in tensors:
+        name = tensor.name.removeprefix(_PREFIX)
+        found = _PART.fullmatch(name)
+        if name == tensor.name or (".lora_" in name and not found):
+            strange.append(tensor.name)
+        elif found:
+            parts.setdefault(found["module"], {})[found["part"].replace("lora_embedding", "embedding")] = tensor
+        else:
+            whole[name] = tensor
+    for name in [name for name in whole if ".base_layer." in name]:
+        module, _, leaf = name.rpartition(".base_layer.")
+        if module in parts and leaf == "weight":
+            parts[module]["base"] = whole.pop(name)
+        else:  # a bias trained beside a pair
+            whole[f"{module}.{leaf}"] = whole.pop(name)
+    return parts, whole, tuple(strange)
+
+
+def _pair(folder: Path, config: Mapping[str, Any], module: str, parts: Mapping[str, Tensor]) -> Pair:
+    embedding = "embedding_A" in parts or "embedding_B" in parts
+    a, b = (parts.get(f"{'embedding' if embedding else 'lora'}_{letter}") for letter in "AB")
+    if a is None or b is None:
+        raise InputError(
+            f"The adapter {folder} has only one half of the pair A, B for '{module}'.", "Save the adapter again."
+        )
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        raise InputError(
+            f"The adapter {folder} changes '{module}', whose A has shape {a.shape}.",
+            "Only linear layers and embeddings can be merged here.",
+        )
+    rank = pattern_value(config.get("rank_pattern"), module, config["r"])
+    if not rank == a.shape[0] == b.shape[1]:
+        raise InputError(
+            f"'{module}' of the adapter {folder} has A {a.shape} and B {b.shape}, and its config says rank {rank}.",
+            f"Put the {CONFIG} beside it that was written with these weights.",
+        )
+    magnitude = parts.get("lora_magnitude_vector")
+    if bool(config.get("use_dora")) != (magnitude is not None):
+        raise InputError(
+            f"The config of the adapter {folder} says use_dora {config.get('use_dora')}, and '{module}' has "
+            f"{'a' if magnitude else 'no'} magnitude vector.",
+            f"Put the {CONFIG} beside it that was written with these weights.",
+        )
+    return Pair(module, a, b, lora_scale(config, module), embedding, magnitude, parts.get("base"))
+
+
+def _check_filled(adapter: Adapter) -> None:
+    """Refuse an adapter in which a name in `target_modules` or `modules_to_save` has nothing."""
+    targets = adapter.config.get("target_modules")
+    if isinstance(targets, str):  # a regular expression for the whole name, or peft's shorthand for all of them
+        found = adapter.pairs and (
+            targets == "all-linear" or any(re.fullmatch(targets, name) for name in adapter.pairs)
+        )
+        empty = [] if found else [targets]
+    else:
+        empty = [name for name in targets or () if not any(f".{pair}".endswith(f".{name}") for pair in adapter.pairs)]
+    saved = adapter.config.get("modules_to_save") or ()
+    empty += [name for name in saved if not any(f".{name}." in f".{tensor}" for tensor in adapter.whole)]
+    if empty:
+        names = ", ".join(f"'{name}'" for name in sorted(empty))
+        raise InputError(
+            f"The adapter {adapter.folder} names {names} in its config and holds nothing for it.",
+            f"The file is incomplete or the {CONFIG} belongs to another one; save the adapter again.",
+        )

@@ -1,0 +1,343 @@
+"""The door: names, help, exit codes, nothing else. Heavy modules are imported inside the commands that need them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from finetune.errors import FinetuneError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from finetune.recipe import Recipe
+
+WAY, GROUND = "The way of a run", "The ground"
+
+app = typer.Typer(
+    name="finetune",
+    help="Plan, train, merge and serve fine-tuned language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or a .yaml file.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
+Target = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, a merged folder, or a model.")]
+Set = Annotated[Optional[list[str]], typer.Option("--set", metavar="A.B=C", help="Override a recipe field; repeatable.")]  # noqa: UP045
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")]
+
+
+@app.callback()
+def _options(debug: Debug = False, version: Annotated[bool, typer.Option("--version", is_eager=True)] = False) -> None:
+    if version:
+        from finetune import __version__
+
+        print(__version__)
+        raise typer.Exit
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if debug:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    else:
+        _calm()
+
+
+# ---------------------------------------------------------------------------------------------------- the way of a run
+
+
+@app.command(rich_help_panel=WAY)
+def init(
+    path: Annotated[Optional[Path], typer.Argument(help="File to write.")] = None,  # noqa: UP045
+    model: Annotated[Optional[str], typer.Option(help="Hub id, local folder, .gguf file or smollm2-135m.")] = None,  # noqa: UP045
+    method: Annotated[Optional[str], typer.Option(help="full, lora or qlora.")] = None,  # noqa: UP045
+    data: Annotated[Optional[str], typer.Option(help="Training rows: file, glob, hub data set or home-intents.")] = None,  # noqa: UP045
+    targets: Annotated[str, typer.Option(help="qv, attention or attention+mlp.")] = "attention+mlp",
+) -> None:
+    """Write a commented recipe from a few flags or questions."""
+    from finetune.start import write_recipe
+
+    asks = sys.stdin.isatty()
+    model = model or (typer.prompt("Model", default="smollm2-135m") if asks else "smollm2-135m")
+    method = method or (typer.prompt("Method (full, lora, qlora)", default="lora") if asks else "lora")
+    data = data or (typer.prompt("Training rows", default="home-intents") if asks else "home-intents")
+    written = write_recipe(path or Path("recipe.yaml"), str(model), str(method), str(data), targets)
+    print(f"Wrote {written}; next: finetune plan {written}")
+
+
+@app.command(rich_help_panel=WAY)
+def plan(
+    recipe: RecipeName,
+    device: Annotated[str, typer.Option(help="auto, a size such as 24GB, or a card such as rtx4090.")] = "auto",
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the training memory before a weight is downloaded."""
+    from finetune.plan import plan as make_plan
+    from finetune.plan import require_fit
+
+    planned = make_plan(_load(recipe, set_), device)
+    if as_json:
+        _document(planned.document())
+    else:
+        from finetune.report import plan_view
+
+        _show(plan_view(planned))
+    require_fit(planned)
+
+
+@app.command(rich_help_panel=WAY)
+def train(
+    recipe: Annotated[Optional[str], typer.Argument(metavar="RECIPE", help="A shipped recipe's name or a .yaml file.")] = None,  # noqa: UP045
+    output: Annotated[Optional[Path], typer.Option(help="Run folder; by default runs/<recipe>-<time>.")] = None,  # noqa: UP045
+    resume: Annotated[Optional[str], typer.Option(metavar="RUN", help="Go on with an unfinished run.")] = None,  # noqa: UP045
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe and leave a run folder."""
+    from finetune.errors import InputError
+    from finetune.run import open_run
+
+    if (recipe is None) == (resume is None):
+        raise InputError("`train` takes a RECIPE or --resume RUN.", "Write `finetune train smollm2-lora`, for example.")
+    if resume is not None:
+        unfinished = open_run(resume)
+        loaded, name, output = unfinished.recipe(), unfinished.name, unfinished.folder
+        if set_:
+            raise InputError("A resumed run keeps its recipe.", "Leave out --set, or start a new run.")
+    else:
+        loaded, name = _load(str(recipe), set_), Path(str(recipe)).stem
+    with _stdout_for_json(as_json):
+        from finetune.train import train as run_training
+
+        run = run_training(loaded, name=name, output=output, say=_say)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        _document({"run": str(run.folder), **run.read("result.json"), "evaluation": run.read("evaluation.json")})
+        return
+    from finetune.report import next_steps
+
+    if run.read("evaluation.json"):
+        _show_evaluation(run.folder)
+    _show(next_steps(_after_training(run.folder, adapter=run.adapter.is_dir())))
+
+
+def _after_training(folder: Path, *, adapter: bool) -> list[tuple[str, str]]:
+    steps = [(f"finetune chat {folder}", "talk to it"), (f"finetune serve {folder}", "an OpenAI-compatible endpoint")]
+    merge_step = (f"finetune merge {folder}", "fold the adapter into the base, ready for any server")
+    return [steps[0], *([merge_step] if adapter else []), steps[1]]
+
+
+@app.command("eval", rich_help_panel=WAY)
+def evaluate(
+    run: RunName,
+    rows: Annotated[Optional[int], typer.Option(min=1, help="How many held-out rows.")] = None,  # noqa: UP045
+    as_json: Json = False,
+) -> None:
+    """Score the untrained and the tuned model on held-out rows."""
+    with _stdout_for_json(as_json):
+        from finetune.evaluate import evaluate as run_evaluation
+
+        result = run_evaluation(run, rows=rows)
+    if as_json:
+        _document(result.document())
+        return
+    from finetune.report import evaluation_view
+
+    _show(evaluation_view(result))
+
+
+@app.command(rich_help_panel=WAY)
+def chat(
+    target: Target,
+    system: Annotated[Optional[str], typer.Option(help="System message; by default the recipe's.")] = None,  # noqa: UP045
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+) -> None:
+    """Talk to a run or a model in the terminal."""
+    from finetune.talk import talk
+
+    talk(target, system=system, max_new_tokens=max_new_tokens)
+
+
+@app.command(rich_help_panel=WAY)
+def merge(
+    run: RunName,
+    output: Annotated[Optional[Path], typer.Option(help="Folder for the merged model; by default <run>/merged.")] = None,  # noqa: UP045
+    dtype: Annotated[Optional[str], typer.Option(help="auto (the base's), float32, bfloat16 or float16.")] = None,  # noqa: UP045
+    as_json: Json = False,
+) -> None:
+    """Fold a run's adapter into its base, shard by shard."""
+    from finetune.merge import merge as run_merge
+
+    with _stdout_for_json(as_json):
+        merged = run_merge(run, output, dtype=dtype)
+    if as_json:
+        _document(merged.document())
+        return
+    from finetune.report import next_steps
+
+    print(f"Merged {merged.merged} of {merged.tensors} tensors ({merged.bytes / 1e9:.2f} GB) into {merged.folder}")
+    for note in merged.notes:
+        print(f"  {note}")
+    _show(next_steps([(f"finetune serve {merged.folder}", "an OpenAI-compatible endpoint on 127.0.0.1:8000")]))
+
+
+@app.command(rich_help_panel=WAY)
+def serve(
+    target: Target,
+    host: Annotated[Optional[str], typer.Option(help="Address; by default the recipe's, 127.0.0.1.")] = None,  # noqa: UP045
+    port: Annotated[Optional[int], typer.Option(min=1, max=65535, help="Port; by default the recipe's, 8000.")] = None,  # noqa: UP045
+) -> None:
+    """Serve a run or a model behind an OpenAI-compatible endpoint."""
+    from finetune.serve import serve as run_server
+
+    run_server(target, host, port, say=_say)
+
+
+# ---------------------------------------------------------------------------------------------------------- the ground
+
+
+@app.command(rich_help_panel=GROUND)
+def recipes(as_json: Json = False) -> None:
+    """List the recipes found by name."""
+    from finetune.recipe import shipped_recipes
+    from finetune.start import about_recipe
+
+    found = {name: about_recipe(file) for name, file in shipped_recipes().items()}
+    if as_json:
+        _document(found)
+        return
+    from finetune.report import rows_view
+
+    _show(rows_view(["recipe", "what", "card"], [[name, *about[:2]] for name, about in found.items()]))
+
+
+@app.command(rich_help_panel=GROUND)
+def runs(as_json: Json = False) -> None:
+    """List the runs under runs/."""
+    from finetune.run import all_runs
+
+    found = [{"run": run.name, "finished": run.finished, **(run.read("result.json") or {})} for run in all_runs()]
+    if as_json:
+        _document(found)
+        return
+    from finetune.report import rows_view
+
+    rows = [[run["run"], "finished" if run["finished"] else "unfinished", run.get("steps", ""), _number(run.get("loss"))] for run in found]
+    _show(rows_view(["run", "state", "steps", "mean loss"], rows))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+@app.command(rich_help_panel=GROUND)
+def schema() -> None:
+    """Print the JSON Schema of a recipe."""
+    from finetune.recipe import schema as recipe_schema
+
+    _document(recipe_schema())
+
+
+@app.command(rich_help_panel=GROUND, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="Processes on this machine.")] = 1,
+) -> None:
+    """Run `finetune train ...` on several processes of this machine."""
+    from finetune.launch import launch as start
+
+    start(processes, context.args)
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _load(name: str, overrides: list[str] | None) -> Recipe:
+    from finetune.recipe import load_recipe
+
+    return load_recipe(name, overrides or ())
+
+
+def _say(line: str) -> None:
+    """One line of a command's story; only process 0 speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def _document(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _show(view: RenderableType) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(view)
+
+
+def _show_evaluation(folder: Path) -> None:
+    from finetune.evaluate import read_evaluation
+    from finetune.report import evaluation_view
+
+    _show(evaluation_view(read_evaluation(folder)))
+
+
+def _stdout_for_json(as_json: bool) -> AbstractContextManager[Any]:
+    """While a command works under --json, everything but the document goes to stderr."""
+    from contextlib import redirect_stdout
+
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def _calm() -> None:
+    """Keep the libraries' progress bars and notes out of the way; --debug brings them back."""
+    import warnings
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_TQDM", "1")
+    warnings.filterwarnings("ignore")
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own = logging.getLogger("finetune")
+    own.addHandler(handler)
+    own.setLevel(logging.INFO)
+    own.propagate = False
+
+
+def main() -> None:
+    """Entry point: an error the user can put right is two sentences and an exit code, never a traceback."""
+    try:
+        app()
+    except FinetuneError as error:
+        if "--debug" in sys.argv:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"finetune: {error.what.rstrip()}\n{error.hint}\n".rstrip() + "\n")
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        sys.stderr.write(
+            f"finetune: stopped by {type(error).__name__}: {error}\nRun it again with `finetune --debug ...` for the traceback.\n"
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

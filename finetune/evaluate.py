@@ -1,0 +1,139 @@
+"""Held-out rows -> scores, for the untrained model (zero-shot and few-shot) and the tuned one."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+from finetune.data import read_messages
+from finetune.errors import InputError
+from finetune.formats import Message
+from finetune.generate import Answer, Speaker, load_speaker
+from finetune.recipe import Evaluate, Recipe
+from finetune.run import Run, open_run, replace_text
+from finetune.scores import Scores, score
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of asking: its scores, its answers in row order, and the share of answers that ended by themselves."""
+
+    name: str
+    scores: Scores
+    answers: list[str]
+    stop_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All arms on the same questions."""
+
+    questions: list[str]
+    references: list[str]
+    arms: list[Arm]
+
+    def document(self) -> dict[str, Any]:
+        """What evaluation.json holds and `--json` prints."""
+        arms = [
+            {"name": a.name, **asdict(a.scores), "stop_rate": a.stop_rate, "seconds": round(a.seconds, 1)} for a in self.arms
+        ]
+        return {"rows": len(self.questions), "arms": arms}
+
+
+def evaluate(run: Run | str | Path, *, rows: int | None = None, speaker: Speaker | None = None) -> Evaluation:
+    """Score a finished run on its recipe's held-out rows and write evaluation.json and answers.jsonl beside it.
+
+    `speaker` is the trained model when it is in memory already. Raises `InputError` when the recipe names no rows.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    recipe = run.recipe()
+    asked = recipe.evaluate
+    if asked is None:
+        raise InputError(
+            f"The recipe of {run.name} has no held-out rows.", "Name them with `--set evaluate.data=FILE` when training."
+        )
+    rows = rows or asked.rows
+    prompts, references = _questions(asked.data, recipe, rows)
+    tuned = speaker or load_speaker(run.folder)
+    # An adapter can be switched off; after full fine-tuning the untrained model has to be loaded again.
+    adapter = hasattr(tuned.model, "disable_adapter")
+    untrained = tuned if adapter else load_speaker(run.folder, base=True)
+    arms = [_ask("untrained, zero-shot", untrained, prompts, references, asked, bare=True)]
+    if asked.few_shot:
+        shown = _with_examples(prompts, recipe, asked.few_shot)
+        arms.append(_ask(f"untrained, {asked.few_shot}-shot", untrained, shown, references, asked, bare=True))
+    del untrained
+    arms.append(_ask("tuned", tuned, prompts, references, asked, bare=False))
+    result = Evaluation([prompt[-1]["content"] for prompt in prompts], references, arms)
+    _save(run, result)
+    return result
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """The evaluation that `evaluate` left in a run folder."""
+    arms = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["arms"]
+    rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    fields = [field.name for field in dataclass_fields(Scores)]
+    return Evaluation(
+        [row["question"] for row in rows],
+        [row["reference"] for row in rows],
+        [
+            Arm(arm["name"], Scores(**{f: arm[f] for f in fields}), [row[arm["name"]] for row in rows], arm["stop_rate"], arm["seconds"])
+            for arm in arms
+        ],
+    )
+
+
+def _questions(source: str, recipe: Recipe, rows: int) -> tuple[list[list[Message]], list[str]]:
+    """The first `rows` conversations up to their last reply, and those replies."""
+    conversations = [c for c in read_messages(source, recipe.data) if c and c[-1]["role"] == "assistant"][:rows]
+    if not conversations:
+        raise InputError(f"{source} has no row that ends with a reply.", "Give held-out rows in the format of the training rows.")
+    return [c[:-1] for c in conversations], [c[-1]["content"] for c in conversations]
+
+
+def _with_examples(prompts: list[list[Message]], recipe: Recipe, count: int) -> list[list[Message]]:
+    """Each prompt with the same training rows before its last question, the first of each kind of reply."""
+    source = recipe.data.train if isinstance(recipe.data.train, str) else recipe.data.train[0]
+    chosen: dict[str, list[Message]] = {}
+    for conversation in read_messages(source, recipe.data):
+        turns = [m for m in conversation if m["role"] != "system"]
+        if len(turns) == 2:
+            chosen.setdefault(_kind(turns[1]["content"]), turns)
+        if len(chosen) == count:
+            break
+    examples = [message for turns in chosen.values() for message in turns]
+    return [[*p[:1], *examples, *p[1:]] if p[0]["role"] == "system" else [*examples, *p] for p in prompts]
+
+
+def _kind(reply: str) -> str:
+    """The intent of a JSON reply, so that examples differ; any other reply is its own kind."""
+    try:
+        value = json.loads(reply)
+    except ValueError:
+        return reply
+    return str(value.get("intent", reply)) if isinstance(value, dict) else reply
+
+
+def _ask(
+    name: str, speaker: Speaker, prompts: list[list[Message]], references: list[str], asked: Evaluate, *, bare: bool
+) -> Arm:
+    began = time.perf_counter()
+    answers: list[Answer] = speaker.answer(prompts, max_new_tokens=asked.max_new_tokens, bare=bare)
+    texts = [answer.text for answer in answers]
+    stopped = sum(answer.stopped for answer in answers) / len(answers)
+    return Arm(name, score(texts, references), texts, stopped, time.perf_counter() - began)
+
+
+def _save(run: Run, result: Evaluation) -> None:
+    run.write("evaluation.json", result.document())
+    lines = [
+        json.dumps({"question": q, "reference": r, **{arm.name: arm.answers[n] for arm in result.arms}}, ensure_ascii=False)
+        for n, (q, r) in enumerate(zip(result.questions, result.references, strict=True))
+    ]
+    replace_text(run.folder / "answers.jsonl", "\n".join(lines) + "\n")

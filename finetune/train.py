@@ -1,0 +1,199 @@
+"""The story of one run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from finetune import __version__, chat, method
+from finetune.callbacks import Interrupt, memory_in_use
+from finetune.data import Prepared, prepare
+from finetune.device import Device, this_device
+from finetune.errors import FinetuneError, Interrupted
+from finetune.evaluate import evaluate
+from finetune.facts import Facts, read_facts
+from finetune.generate import Speaker
+from finetune.model import load_model, load_tokenizer, model_folder
+from finetune.plan import Plan, require_fit, resolve
+from finetune.recipe import Full, Recipe
+from finetune.run import Run, check_output, lock, open_or_create
+from finetune.trainer import Trainer, build_trainer
+
+Say = Callable[[str], None]
+
+
+def train(recipe: Recipe, *, name: str = "run", output: str | Path | None = None, say: Say = lambda line: None) -> Run:
+    """Run one recipe end to end and return the folder it leaves.
+
+    An `output` that holds an unfinished run of the same recipe is gone on with from its last complete checkpoint. Nothing
+    is written before the recipe, the model's headers, the data and the output have been found good. `say` gets the story,
+    one line a step.
+
+    Raises `InputError` for what the user can put right, `DoesNotFit` when the plan is larger than the device, and
+    `Interrupted` after Ctrl-C, with a checkpoint to go on from.
+    """
+    if output is not None:
+        check_output(Path(output))
+    facts = read_facts(recipe.model, recipe.load.revision)
+    device = this_device()
+    recipe, plan = resolve(recipe, facts, device)
+    require_fit(plan)
+    _tell_plan(plan, say)
+    tokenizer = load_tokenizer(recipe)
+    data = prepare(recipe, tokenizer)
+    _tell_data(data, say)
+    folder = model_folder(recipe.model, recipe.load.revision)
+    model = load_model(recipe, folder, facts)
+    run, resumed = _same_folder_everywhere(recipe, name, output, device)
+    with _lock(run), Interrupt() as interrupt:
+        if _first():
+            run.write("plan.json", plan.document())
+            run.write("data.json", data.counts)
+        trainer = build_trainer(recipe, model, tokenizer, data, run, device, interrupt)
+        say(f"Training on {device.count} process{'es' * (device.count > 1)} ({device.name}) into {run.folder}")
+        checkpoint = _checkpoint(run, say) if resumed else None
+        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if interrupt.asked:
+            raise _interrupted(run, trainer)
+        if _first():
+            _save(run, trainer, tokenizer, facts, recipe)
+            run.write("result.json", _result(trainer, plan, data, outcome.training_loss))
+            run.event("end", step=trainer.state.global_step)
+            say(f"{trainer.state.global_step} steps in {trainer.clock.seconds:.0f} s; mean loss {outcome.training_loss:.3f}")
+            if recipe.evaluate and recipe.evaluate.after_training:
+                say(f"Asking {recipe.evaluate.rows} held-out questions, of the untrained model and of the tuned one")
+                evaluate(run, speaker=Speaker(trainer.accelerator.unwrap_model(trainer.model), tokenizer))
+    return run
+
+
+def _tell_plan(plan: Plan, say: Say) -> None:
+    share = 100 * plan.trainable / plan.parameters
+    say(f"{plan.model}: {plan.parameters:,} parameters, {plan.trainable:,} trained ({share:.3g} %) by {plan.method}")
+    for choice in plan.choices:
+        say(f"  {choice.field}: {_word(choice.value)}, because {choice.because}")
+    gb = plan.total / 1e9
+    say(f"Planned memory about {gb:.2f} GB of {plan.device.memory / 1e9:.1f} GB")
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _tell_data(data: Prepared, say: Say) -> None:
+    tokens, trained = data.train.tokens, data.train.trained_tokens
+    held = f"; {len(data.eval):,} evaluation rows" if data.eval is not None else ""
+    say(f"{len(data.train):,} rows, {tokens:,} tokens, {trained:,} of them trained ({100 * trained / tokens:.0f} %){held}")
+    for note in data.notes:
+        say(f"  {note}")
+
+
+def _same_folder_everywhere(recipe: Recipe, name: str, output: str | Path | None, device: Device) -> tuple[Run, bool]:
+    """Process 0 makes or opens the run folder and tells the others which one."""
+    if device.count == 1:
+        return open_or_create(recipe, name, output)
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    PartialState(cpu=device.kind == "cpu")
+    if not dist.is_initialized():
+        raise FinetuneError(
+            f"WORLD_SIZE says {device.count} processes, but they cannot reach each other.",
+            "Start them with `finetune launch`, or see 'Several processes' in the README.",
+        )
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        run, resumed = open_or_create(recipe, name, output)
+        box = [(str(run.folder), resumed)]
+    dist.broadcast_object_list(box, src=0)
+    return Run(Path(box[0][0])), bool(box[0][1])
+
+
+def _first() -> bool:
+    """Whether this is process 0, the one that writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _lock(run: Run) -> AbstractContextManager[Any]:
+    return lock(run) if _first() else nullcontext()
+
+
+def _checkpoint(run: Run, say: Say) -> Path | None:
+    """The checkpoint to go on from; what is broken is named, and starting from zero is said aloud."""
+    for broken in run.broken_checkpoints():
+        say(f"  {broken.name} is incomplete and is left out")
+        run.event("broken checkpoint", folder=broken.name)
+    last = run.last_checkpoint()
+    say(f"Going on from {last.name}" if last else "No complete checkpoint there; starting from step 0")
+    return last
+
+
+def _interrupted(run: Run, trainer: Trainer) -> Interrupted:
+    step, of = trainer.state.global_step, trainer.state.max_steps
+    if _first():
+        run.event("interrupt", step=step)
+    return Interrupted(
+        f"Training stopped at step {step} of {of}, and a checkpoint was saved.",
+        f"Go on with `finetune train --resume {run.folder}`.",
+    )
+
+
+def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Recipe) -> None:
+    """Adapter or model with tokenizer and the stop tokens that were trained; visible only when it is whole."""
+    from transformers import GenerationConfig
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    target = run.model if isinstance(recipe.method, Full) else run.adapter
+    aside = target.with_name(f".{target.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    stops = chat.end_of_turn_ids(tokenizer)
+    generation = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
+    if isinstance(recipe.method, Full):
+        import torch
+
+        stored = facts.tensors[0].dtype
+        model.to({"BF16": torch.bfloat16, "F16": torch.float16}.get(stored, torch.float32))
+        model.generation_config = generation
+        model.config.use_cache = True
+        model.save_pretrained(aside)
+    else:
+        # The name that the recipe gives, so that others find the base too; a folder stays a folder.
+        config = model.peft_config["default"]
+        config.base_model_name_or_path = recipe.model if facts.source.startswith("hub") else config.base_model_name_or_path
+        model.save_pretrained(aside, save_embedding_layers=False)
+    tokenizer.save_pretrained(aside)
+    generation.save_pretrained(aside)
+    if target.exists():
+        shutil.rmtree(target)
+    aside.rename(target)
+
+
+def _result(trainer: Trainer, plan: Plan, data: Prepared, loss: float) -> dict[str, Any]:
+    history = trainer.state.log_history
+    evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    tokens = next((entry["num_tokens"] for entry in reversed(history) if "num_tokens" in entry), 0)
+    seconds = trainer.clock.seconds
+    return {
+        "steps": trainer.state.global_step,
+        "loss": loss,
+        "last_loss": next((entry["loss"] for entry in reversed(history) if "loss" in entry), None),
+        "eval_loss": evaluations[-1] if evaluations else None,
+        "tokens": int(tokens),
+        "trained_tokens_per_epoch": data.train.trained_tokens,
+        "train_seconds": round(seconds, 2),
+        "seconds_to_first_step": round(trainer.clock.first_step or 0.0, 2),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+        "predicted_bytes": plan.total,
+        "peak_bytes": memory_in_use(),
+        "peak_is": "CUDA allocator" if plan.device.kind == "cuda" else "resident memory of the process",
+        "processes": plan.device.count,
+        "versions": {"finetune": __version__, **{p: version(p) for p in _PACKAGES}},
+    }
+
+
+_PACKAGES = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets")

@@ -1,0 +1,283 @@
+"""Messages -> ids and labels, over the real templates of seven families and a base model that has none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune import chat
+from finetune.errors import DataError
+from finetune.formats import BadRow, Message
+from tests.tiny import FAMILIES, template_text, tiny_tokenizer
+
+TOKENIZERS = {family: tiny_tokenizer(family) for family in FAMILIES}
+MULTI_TURN = [family for family in FAMILIES if family != "qwen3"]  # Qwen3 rewrites earlier replies
+THINK = "<think>\n\n</think>\n\n"
+ENDINGS = {
+    "smollm2": "<|im_end|>",
+    "gemma": "<end_of_turn>",
+    "gemma3": "<end_of_turn>",
+    "llama3": "<|eot_id|>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "phi3": "<|end|>",
+    "none": "</s>",
+}
+
+
+def said(*turns: str, system: str | None = None) -> list[Message]:
+    roles = ("user", "assistant")
+    first: list[Message] = [{"role": "system", "content": system}] if system else []
+    return first + [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
+
+
+def trained(tokenizer: object, row: chat.Encoded) -> list[str]:
+    """The trained stretches of a row as text; labels are the ids or -100."""
+    assert len(row.input_ids) == len(row.labels)
+    stretches: list[list[int]] = [[]]
+    for token, label in zip(row.input_ids, row.labels, strict=True):
+        assert label in (token, -100)
+        if label != -100:
+            stretches[-1].append(token)
+        elif stretches[-1]:
+            stretches.append([])
+    return [tokenizer.decode(stretch) for stretch in stretches if stretch]  # type: ignore[attr-defined]
+
+
+def written(family: str, reply: str) -> str:
+    """What the model has to write for a reply, by what each template is known to do with it."""
+    if family in ("gemma", "gemma3", "llama3"):
+        reply = reply.strip()
+    elif family == "phi3":  # its <|assistant|> token takes in the white space behind it
+        reply = reply.lstrip()
+    elif family == "qwen3":
+        reply = THINK + reply.lstrip("\n")
+    elif family == "none":
+        reply = " " + reply
+    return reply + ENDINGS[family]
+
+
+def test_smollm2_by_hand() -> None:
+    tokenizer = TOKENIZERS["smollm2"]
+    row = chat.encode(tokenizer, said("Hi", "Hello", system="the"))
+    tokens = tokenizer.convert_ids_to_tokens(row.input_ids)
+    assert tokens == [
+        "<|im_start|>", "system", "Ċ", "the", "<|im_end|>", "Ċ",
+        "<|im_start|>", "user", "Ċ", "H", "i", "<|im_end|>", "Ċ",
+        "<|im_start|>", "assistant", "Ċ", "Hello", "<|im_end|>", "Ċ",
+    ]  # fmt: skip
+    assert row.labels == [-100] * 16 + row.input_ids[16:18] + [-100]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_single_turn(family: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    row = chat.encode(tokenizer, said("Where are you?", "Hello\n\nthe end"))
+    assert trained(tokenizer, row) == [written(family, "Hello\n\nthe end")]
+
+
+TEXT = st.text(
+    st.sampled_from("aHeloth \n\t.:'{}\"<|>é中😀") | st.characters(min_codepoint=33, exclude_categories=["C", "Z"])
+)
+SPOKEN = TEXT.filter(lambda text: bool(text.strip()))
+
+
+@given(
+    family=st.sampled_from(MULTI_TURN),
+    pairs=st.lists(st.tuples(SPOKEN, SPOKEN), min_size=1, max_size=3),
+    system=st.one_of(st.none(), SPOKEN),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_conversation(family: str, pairs: list[tuple[str, str]], system: str | None) -> None:
+    tokenizer = TOKENIZERS[family]
+    messages = said(*(text for pair in pairs for text in pair), system=system)
+    row = chat.encode(tokenizer, messages)
+    assert trained(tokenizer, row) == [written(family, reply) for _, reply in pairs]
+    if tokenizer.bos_token and family != "smollm2":  # whose bos is also the start of every turn
+        assert row.input_ids.count(tokenizer.bos_token_id) == int(family != "phi3")
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = chat.prompt_ids(tokenizer, messages[:number])
+            assert row.input_ids[: len(prompt)] == prompt
+            assert row.labels[len(prompt) - 1] == -100
+            assert row.labels[len(prompt)] != -100
+
+
+@given(user=SPOKEN, reply=SPOKEN)
+@settings(max_examples=30, deadline=None)
+def test_any_qwen3_turn(user: str, reply: str) -> None:
+    row = chat.encode(TOKENIZERS["qwen3"], said(user, reply))
+    assert trained(TOKENIZERS["qwen3"], row) == [written("qwen3", reply)]
+
+
+def test_a_template_that_rewrites_earlier_replies_is_refused() -> None:
+    tokenizer = TOKENIZERS["qwen3"]
+    messages = said("One?", "1", "Two?", "2")
+    with pytest.raises(BadRow, match="writes an earlier reply differently"):
+        chat.encode(tokenizer, messages)
+    messages[1]["train"] = False
+    row = chat.encode(tokenizer, messages)
+    assert trained(tokenizer, row) == [written("qwen3", "2")]
+    assert chat.notes(tokenizer) == [
+        f"The template writes {THINK!r} before a reply; the model must write it too, so it is trained."
+    ]
+
+
+def test_prompt_turns_of_the_assistant_are_not_trained() -> None:
+    tokenizer = TOKENIZERS["llama3"]
+    messages = said("One?", "1", "Two?", "2")
+    messages[1]["train"] = False
+    row = chat.encode(tokenizer, messages)
+    assert trained(tokenizer, row) == ["2<|eot_id|>"]
+    prompt = chat.prompt_ids(tokenizer, messages[:-1])
+    assert row.input_ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_label_depends_on_pad_being_eos(family: str) -> None:
+    messages = said("Yes or no?", "yes", "Sure?", "yes")[: 2 if family == "qwen3" else 4]
+    other = tiny_tokenizer(family, pad="<unk>")
+    equal = tiny_tokenizer(family, pad=other.eos_token)
+    assert equal.pad_token_id == equal.eos_token_id != other.pad_token_id
+    assert chat.encode(equal, messages) == chat.encode(other, messages)
+    ending = equal.convert_tokens_to_ids(ENDINGS[family])
+    assert chat.encode(equal, messages).labels.count(ending) == len(messages) // 2
+
+
+@pytest.mark.parametrize("printed", [True, False])
+@pytest.mark.parametrize("added", [True, False])
+def test_exactly_one_bos(printed: bool, added: bool) -> None:
+    template = ("{{ bos_token }}" if printed else "") + chat.DEFAULT_TEMPLATE
+    tokenizer = tiny_tokenizer(template, bos="<bos>", eos="<eos>", add_bos=added)
+    messages = said("One?", "1", system="Be brief.")
+    row = chat.encode(tokenizer, messages)
+    assert row.input_ids.count(tokenizer.bos_token_id) == int(printed or added)
+    assert (row.input_ids[0] == tokenizer.bos_token_id) == (printed or added)
+    prompt = chat.prompt_ids(tokenizer, messages[:-1])
+    assert row.input_ids[: len(prompt)] == prompt
+    document = chat.encode(tokenizer, [{"role": "text", "content": "Once"}])
+    assert document.input_ids.count(tokenizer.bos_token_id) == int(added)
+    assert bool(chat.notes(tokenizer)) == (added and not printed)
+
+
+@pytest.mark.parametrize("family", ["gemma", "none"])
+def test_a_document_is_trained_whole(family: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    row = chat.encode(tokenizer, [{"role": "text", "content": "Once\n\nthe"}])
+    assert tokenizer.decode(row.input_ids) == f"{tokenizer.bos_token}Once\n\nthe{tokenizer.eos_token}"
+    assert row.labels == row.input_ids
+    assert chat.encode(tiny_tokenizer("{{ raise_exception('no') }}"), [{"role": "text", "content": "Once"}])
+    whole = f"{tokenizer.bos_token}Once\n\nthe{tokenizer.eos_token}"
+    assert chat.encode(tokenizer, [{"role": "text", "content": whole}]) == row
+
+
+def test_a_template_without_system_gets_it_in_the_first_user_turn() -> None:
+    tokenizer = TOKENIZERS["gemma"]
+    row = chat.encode(tokenizer, said("Hi", "Hello", system="Be brief."))
+    assert tokenizer.decode(row.input_ids) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
+    )
+    assert len(chat.notes(tokenizer)) == 1
+    assert not chat.notes(TOKENIZERS["gemma3"])
+
+
+def test_a_base_model_gets_the_plain_template() -> None:
+    tokenizer = TOKENIZERS["none"]
+    row = chat.encode(tokenizer, said("Hi", "Hello", "the", "and", system="Be brief."))
+    assert tokenizer.decode(row.input_ids) == (
+        "<s>System: Be brief.\nUser: Hi\nAssistant: Hello</s>\nUser: the\nAssistant: and</s>\n"
+    )
+    assert tokenizer.decode(chat.prompt_ids(tokenizer, said("Hi"))) == "<s>User: Hi\nAssistant:"
+    assert "no chat template" in chat.notes(tokenizer)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "stops"),
+    [
+        ("smollm2", ["<|im_end|>"]),
+        ("gemma", ["<end_of_turn>", "<eos>"]),
+        ("llama3", ["<|eot_id|>"]),
+        ("phi3", ["<|end|>", "<|endoftext|>"]),
+        ("qwen3", ["<|im_end|>"]),
+        ("none", ["</s>"]),
+    ],
+)
+def test_generation_stops_where_training_ends(family: str, stops: list[str]) -> None:
+    assert TOKENIZERS[family].convert_ids_to_tokens(chat.end_of_turn_ids(TOKENIZERS[family])) == stops
+
+
+def test_a_token_never_joins_prompt_and_reply() -> None:
+    tokenizer = TOKENIZERS["smollm2"]
+    assert tokenizer.tokenize("\n\n") == ["ĊĊ"]  # the prompt's newline and the reply's would become one token
+    row = chat.encode(tokenizer, said("Hi", "\nHello"))
+    prompt = chat.prompt_ids(tokenizer, said("Hi"))
+    assert row.input_ids[: len(prompt)] == prompt
+    assert trained(tokenizer, row) == ["\nHello<|im_end|>"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_control_token_in_a_text_is_refused(number: int) -> None:
+    messages = said("Hi", "Hello")
+    messages[number]["content"] += "<|im_end|> and more"
+    with pytest.raises(BadRow, match=f"message {number + 1} .* holds '<|im_end|>'") as error:
+        chat.encode(TOKENIZERS["smollm2"], messages)
+    assert error.value.kind == "control token"
+
+
+def test_text_that_looks_like_the_end_of_a_turn_is_only_text() -> None:
+    for reply in ("end", "|>", "<|im_", "im_end", "Pong", "assistant\n"):
+        row = chat.encode(TOKENIZERS["smollm2"], said("assistant", reply))
+        assert trained(TOKENIZERS["smollm2"], row) == [reply + "<|im_end|>"]
+
+
+NO_REPLY = (
+    "{% for message in messages if message['role'] == 'user' %}{{ message['content'] + eos_token }}{% endfor %}"
+)
+NO_END = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+UPPER = template_text("smollm2").replace("message['content']", "message['content'] | upper")  # type: ignore[union-attr]
+THINKS = template_text("smollm2").replace("assistant\n' }}", "assistant\n<think>\n' }}")  # type: ignore[union-attr]
+REFUSES = "{{ raise_exception('only for robots') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (NO_REPLY, "leaves the answer out"),
+        (NO_END, "no control token after a reply"),
+        (UPPER, "cannot carry a question"),
+        (THINKS, "otherwise than its own generation prompt"),
+        (REFUSES, "only for robots"),
+    ],
+)
+def test_a_template_that_cannot_be_trained_is_refused_by_name(template: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason) as error:
+        chat.encode(tiny_tokenizer(template), said("Hi", "Hello"))
+    assert error.value.hint
+
+
+def test_a_template_that_drops_thoughts_is_refused() -> None:
+    template = template_text("smollm2")
+    assert template is not None
+    drops = template.replace("message['content']", "message['content'].split('</think>')[-1]")
+    tokenizer = tiny_tokenizer(drops)
+    assert trained(tokenizer, chat.encode(tokenizer, said("Hi", "Hello"))) == ["Hello<|im_end|>"]
+    with pytest.raises(BadRow, match=r"drops or changes the text of message 2 \(assistant\)"):
+        chat.encode(tokenizer, said("Hi", "<think>hm</think>Hello"))
+
+
+def test_a_tokenizer_that_cannot_write_the_reply_is_refused() -> None:
+    from tokenizers import normalizers
+
+    tokenizer = tiny_tokenizer("smollm2")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(BadRow, match="cannot write the reply"):
+        chat.encode(tokenizer, said("hi", "Hello"))
+    assert chat.encode(tokenizer, said("Hi", "hello"))
+
+
+def test_a_changed_template_is_noticed() -> None:
+    tokenizer = tiny_tokenizer("smollm2")
+    chat.encode(tokenizer, said("Hi", "Hello"))
+    tokenizer.chat_template = template_text("gemma")
+    assert trained(tokenizer, chat.encode(tokenizer, said("Hi", "Hello"))) == ["Hello<end_of_turn>"]
