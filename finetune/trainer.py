@@ -12,6 +12,7 @@ from finetune.callbacks import Clock, FiniteLoss, Interrupt, Progress, Record
 from finetune.data import Prepared
 from finetune.device import Device
 from finetune.errors import FinetuneError, InputError
+from finetune.fast.head import supervised_loss
 from finetune.model import trained_in_fp32, training_device
 from finetune.recipe import Recipe
 from finetune.run import Run
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+# Families whose masks follow position_ids in eager and sdpa attention; each is tested against separate rows.
+_KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
 
 
 class Trainer(SFTTrainer):  # type: ignore[misc]
@@ -30,6 +33,27 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trained_in_fp32(self.model)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """On a CPU, the loss on supervised rows; TRL's own head would score every position there."""
+        if return_outputs or self.args.device.type != "cpu":
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = supervised_loss(model, {**inputs, "use_cache": False}, num_items_in_batch)
+        if self.model.training:
+            self._total_train_tokens += self._tokens(inputs)
+        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+        # Labels are counted over all processes, and DistributedDataParallel averages the gradients of them.
+        return loss * self.accelerator.num_processes if num_items_in_batch is not None else loss
+
+    def _tokens(self, inputs: dict[str, Any]) -> int:
+        """Tokens of this micro-batch over all processes, padding not counted."""
+        import torch
+
+        mask = inputs.get("attention_mask")
+        count = mask.sum() if mask is not None else torch.tensor(inputs["input_ids"].numel())
+        return int(self.accelerator.gather(count).sum())
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """No README in every checkpoint."""
@@ -51,7 +75,7 @@ def build_trainer(
     clock = Clock()
     trainer = Trainer(
         model=model,
-        args=sft_config(recipe, run, device, evaluates=data.eval is not None),
+        args=sft_config(recipe, run, device, evaluates=data.eval is not None, flat=lays_rows_flat(model, recipe, device)),
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.eval) if data.eval is not None else None,
         processing_class=tokenizer,
@@ -75,7 +99,16 @@ def _check_trackers(recipe: Recipe) -> None:
         )
 
 
-def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool) -> SFTConfig:
+def lays_rows_flat(model: Any, recipe: Recipe, device: Device) -> bool:
+    """Whether the rows of a micro-batch are laid end to end instead of padded to the longest.
+
+    The model must then keep them apart by their positions. On a CPU the small mask that this takes costs less than padding.
+    """
+    rows = int(recipe.train.micro_batch)
+    return device.kind == "cpu" and rows > 1 and model.config.model_type in _KEEPS_ROWS_APART
+
+
+def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool, flat: bool) -> SFTConfig:
     """The recipe in TRL's words. Rows are finished already, so TRL prepares, cuts and packs nothing."""
     train = recipe.train
     if not isinstance(train.micro_batch, int) or not isinstance(train.checkpointing, bool):
@@ -83,7 +116,8 @@ def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool) -> 
     return SFTConfig(
         output_dir=str(run.checkpoints),
         dataset_kwargs={"skip_prepare_dataset": True},
-        max_length=recipe.data.max_length,
+        max_length=None,
+        padding_free=flat,
         num_train_epochs=train.epochs,
         max_steps=train.steps or -1,
         per_device_train_batch_size=train.micro_batch,

@@ -1,0 +1,1 @@
+"""The hot path's own code; each file is usable and testable alone."""
