@@ -1,35 +1,48 @@
 """finetune: plan, train, merge and serve fine-tuned language models on the stock Hugging Face libraries.
 
-The modules in reading order, which is also the only legal direction of imports:
+The modules in reading order, which is also the only legal direction of imports: a module imports those above it.
 
     errors        what a user can put right, and how
+    strict_yaml   YAML text -> values with their lines
     recipe        the YAML file as frozen models
     facts         what a model is, from its headers
     run           the folder one run leaves behind
+    device        what this machine can hold
     method        full, LoRA, QLoRA: targets and trainable counts
     memory        bytes, line by line
     plan          recipe + facts + device -> a resolved recipe that fits
-    embedded      the model and the data set that come from PyPI packages
-    formats       any row -> chat messages
+    start         the beginning of a recipe: init and the list of shipped ones
+    embedded      the model that comes from a PyPI package
+    home_intents  the data set that comes from two PyPI packages
+    formats       any row -> chat messages, or a verdict
     chat          messages -> token ids and labels
     data          files -> training and evaluation rows, with counts
+    scores        replies against references -> numbers
+    weight_files  safetensors files, tensor by tensor
+    adapter_file  a LoRA adapter as it lies on disk
+    model_files   what stands beside the weights: configs, tokenizer, template
+    launch        several processes of one machine
+    ---------------------------------------------------------------- above this line nothing imports torch
+    fast.head     the loss on supervised rows only
     model         weights on the device, adapter attached
     callbacks     what is watched while training
     trainer       everything above -> one SFTTrainer
-    generate      a run or model folder -> text
-    report        numbers -> tables a person likes to read
+    generate      a run or a model folder -> text
+    merge_layout  which tensor of a merge comes from where
     merge         W + scale * B @ A, shard by shard
     evaluate      held-out rows -> scores
+    report        numbers -> what a person likes to read
     train         the story of one run
-    serve         an OpenAI-compatible endpoint and a chat
-    doctor        what this machine can do
+    talk          a chat in the terminal
+    serve         an OpenAI-compatible endpoint
     cli           the door
-
-Everything down to `data` is cold: importing it imports no torch, transformers, datasets, trl, peft or bitsandbytes.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -42,3 +55,22 @@ if TYPE_CHECKING:
     from finetune.recipe import load_recipe as load_recipe
     from finetune.train import train as train
 
+_HOMES = {"load_recipe": "recipe"}
+
+
+def __getattr__(name: str) -> Any:
+    """The verbs, imported when they are first used: `import finetune` alone loads nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module 'finetune' has no attribute '{name}'")
+    return getattr(import_module(f"finetune.{_HOMES.get(name, name)}"), name)
+
+
+class _Package(ModuleType):
+    """Keeps `finetune.train` the verb: importing the module of the same name would bind the module here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

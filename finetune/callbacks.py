@@ -51,12 +51,19 @@ class Record(TrainerCallback):
             self.run.event(kind, step=state.global_step, of=state.max_steps, processes=args.world_size)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
     ) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
         shown = {key: value for key, value in logs.items() if key not in ("epoch", "total_flos")}
-        self.run.metric(step=state.global_step, epoch=logs.get("epoch"), **shown, seconds=round(self.clock.seconds, 3))
+        self.run.metric(
+            step=state.global_step, epoch=logs.get("epoch"), **shown, seconds=round(self.clock.seconds, 3)
+        )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         _wait_for_all()
@@ -74,7 +81,12 @@ class FiniteLoss(TrainerCallback):
         self.run = run
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
     ) -> None:
         loss = (logs or {}).get("loss")
         if loss is None or math.isfinite(float(loss)):
@@ -136,7 +148,9 @@ class Progress(TrainerCallback):
 
         console = Console(stderr=True)
         if console.is_terminal:
-            self._bar = Bar(TextColumn("{task.description}"), BarColumn(28), TextColumn("{task.fields[said]}"), console=console)
+            self._bar = Bar(
+                TextColumn("{task.description}"), BarColumn(28), TextColumn("{task.fields[said]}"), console=console
+            )
             self._bar.start()
             self._bar.add_task("training", total=state.max_steps, completed=state.global_step, said="")
 
@@ -149,7 +163,12 @@ class Progress(TrainerCallback):
             sys.stderr.write(self.line(state) + "\n")
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
     ) -> None:
         logs = logs or {}
         self.loss = float(logs.get("loss", self.loss))

@@ -85,6 +85,17 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     return [turn] if eos is None or eos == turn else [turn, int(eos)]
 
 
+def template_to_save(tokenizer: Any) -> Any:
+    """The chat template as it was trained, for the saved tokenizer: servers apply it and add nothing.
+
+    The default is written out, and a template that prints no bos gets the one that training put in front.
+    """
+    chat = _chat_of(tokenizer)
+    template = DEFAULT_TEMPLATE if chat.is_default else tokenizer.chat_template
+    silent = chat.adds_bos and not chat.template_text(_PROBE[1:]).startswith(chat.bos)
+    return "{{ bos_token }}" + template if silent and isinstance(template, str) else template
+
+
 def notes(tokenizer: Any) -> list[str]:
     """What is worth telling about this tokenizer's template, one sentence each."""
     chat = _chat_of(tokenizer)

@@ -33,18 +33,24 @@ app = typer.Typer(
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or a .yaml file.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
 Target = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, a merged folder, or a model.")]
-Set = Annotated[Optional[list[str]], typer.Option("--set", metavar="A.B=C", help="Override a recipe field; repeatable.")]  # noqa: UP045
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a recipe field; repeatable.")]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")]
 
 
-@app.callback()
-def _options(debug: Debug = False, version: Annotated[bool, typer.Option("--version", is_eager=True)] = False) -> None:
-    if version:
+def _version(asked: bool) -> None:
+    if asked:
         from finetune import __version__
 
         print(__version__)
         raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
+
+
+@app.callback()
+def _options(debug: Debug = False, version: Version = False) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -52,7 +58,7 @@ def _options(debug: Debug = False, version: Annotated[bool, typer.Option("--vers
         _calm()
 
 
-# ---------------------------------------------------------------------------------------------------- the way of a run
+# ------------------------------------------------------------------------------------------------ the way of a run
 
 
 @app.command(rich_help_panel=WAY)
@@ -60,7 +66,7 @@ def init(
     path: Annotated[Optional[Path], typer.Argument(help="File to write.")] = None,  # noqa: UP045
     model: Annotated[Optional[str], typer.Option(help="Hub id, local folder, .gguf file or smollm2-135m.")] = None,  # noqa: UP045
     method: Annotated[Optional[str], typer.Option(help="full, lora or qlora.")] = None,  # noqa: UP045
-    data: Annotated[Optional[str], typer.Option(help="Training rows: file, glob, hub data set or home-intents.")] = None,  # noqa: UP045
+    data: Annotated[str | None, typer.Option(help="Training rows: file, glob, hub data set or home-intents.")] = None,  # noqa: UP045
     targets: Annotated[str, typer.Option(help="qv, attention or attention+mlp.")] = "attention+mlp",
 ) -> None:
     """Write a commented recipe from a few flags or questions."""
@@ -97,7 +103,9 @@ def plan(
 
 @app.command(rich_help_panel=WAY)
 def train(
-    recipe: Annotated[Optional[str], typer.Argument(metavar="RECIPE", help="A shipped recipe's name or a .yaml file.")] = None,  # noqa: UP045
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or a .yaml file.")
+    ] = None,  # noqa: UP045
     output: Annotated[Optional[Path], typer.Option(help="Run folder; by default runs/<recipe>-<time>.")] = None,  # noqa: UP045
     resume: Annotated[Optional[str], typer.Option(metavar="RUN", help="Go on with an unfinished run.")] = None,  # noqa: UP045
     set_: Set = None,
@@ -108,7 +116,9 @@ def train(
     from finetune.run import open_run
 
     if (recipe is None) == (resume is None):
-        raise InputError("`train` takes a RECIPE or --resume RUN.", "Write `finetune train smollm2-lora`, for example.")
+        raise InputError(
+            "`train` takes a RECIPE or --resume RUN.", "Write `finetune train smollm2-lora`, for example."
+        )
     if resume is not None:
         unfinished = open_run(resume)
         loaded, name, output = unfinished.recipe(), unfinished.name, unfinished.folder
@@ -172,7 +182,7 @@ def chat(
 @app.command(rich_help_panel=WAY)
 def merge(
     run: RunName,
-    output: Annotated[Optional[Path], typer.Option(help="Folder for the merged model; by default <run>/merged.")] = None,  # noqa: UP045
+    output: Annotated[Path | None, typer.Option(help="Folder for the merged model; by default <run>/merged.")] = None,  # noqa: UP045
     dtype: Annotated[Optional[str], typer.Option(help="auto (the base's), float32, bfloat16 or float16.")] = None,  # noqa: UP045
     as_json: Json = False,
 ) -> None:
@@ -196,7 +206,7 @@ def merge(
 def serve(
     target: Target,
     host: Annotated[Optional[str], typer.Option(help="Address; by default the recipe's, 127.0.0.1.")] = None,  # noqa: UP045
-    port: Annotated[Optional[int], typer.Option(min=1, max=65535, help="Port; by default the recipe's, 8000.")] = None,  # noqa: UP045
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port; by default the recipe's, 8000.")] = None,  # noqa: UP045
 ) -> None:
     """Serve a run or a model behind an OpenAI-compatible endpoint."""
     from finetune.serve import serve as run_server
@@ -204,7 +214,7 @@ def serve(
     run_server(target, host, port, say=_say)
 
 
-# ---------------------------------------------------------------------------------------------------------- the ground
+# ------------------------------------------------------------------------------------------------------ the ground
 
 
 @app.command(rich_help_panel=GROUND)
@@ -233,7 +243,10 @@ def runs(as_json: Json = False) -> None:
         return
     from finetune.report import rows_view
 
-    rows = [[run["run"], "finished" if run["finished"] else "unfinished", run.get("steps", ""), _number(run.get("loss"))] for run in found]
+    rows = [
+        [run["run"], "finished" if run["finished"] else "unfinished", run.get("steps", ""), _number(run.get("loss"))]
+        for run in found
+    ]
     _show(rows_view(["run", "state", "steps", "mean loss"], rows))
 
 
@@ -260,7 +273,7 @@ def launch(
     start(processes, context.args)
 
 
-# ------------------------------------------------------------------------------------------------------------- helpers
+# --------------------------------------------------------------------------------------------------------- helpers
 
 
 def _load(name: str, overrides: list[str] | None) -> Recipe:
@@ -334,7 +347,8 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         sys.stderr.write(
-            f"finetune: stopped by {type(error).__name__}: {error}\nRun it again with `finetune --debug ...` for the traceback.\n"
+            f"finetune: stopped by {type(error).__name__}: {error}\n"
+            "Run it again with `finetune --debug ...` for the traceback.\n"
         )
         sys.exit(1)
 

@@ -188,6 +188,7 @@ class _Loaded:
     dropped_tokens: int = 0
     cut: int = 0
     cut_tokens: int = 0
+    systems: set[str | None] = field(default_factory=set)
 
     def add(self, where: str, row: chat.Encoded, digest: str, overlong: str) -> None:
         length = len(row.input_ids)
@@ -238,7 +239,12 @@ class _Loaded:
             "tokens_cut": self.cut_tokens,
             "longest_read": self.longest[0],
             "max_length": self.max_length,
+            "system": self.common_system(),
         }
+
+    def common_system(self) -> str | None:
+        """The system message that every row has, which a chat with the trained model then starts with."""
+        return next(iter(self.systems)) if len(self.systems) == 1 else None
 
 
 def _token_counts(rows: Rows) -> dict[str, Any]:
@@ -260,6 +266,8 @@ def _load(source: str | list[str], data: Data, tokenizer: Any, limit: int | None
         try:
             messages = formats.to_messages(_whole(row), layout, data.system)
             loaded.add(where, chat.encode(tokenizer, messages), row_hash(messages), data.overlong)
+            if len(loaded.systems) < 2:
+                loaded.systems.add(messages[0]["content"] if messages[0]["role"] == "system" else None)
         except BadRow as error:
             loaded.bad.add(where, error)
     loaded.check(data)

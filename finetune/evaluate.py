@@ -40,7 +40,8 @@ class Evaluation:
     def document(self) -> dict[str, Any]:
         """What evaluation.json holds and `--json` prints."""
         arms = [
-            {"name": a.name, **asdict(a.scores), "stop_rate": a.stop_rate, "seconds": round(a.seconds, 1)} for a in self.arms
+            {"name": a.name, **asdict(a.scores), "stop_rate": a.stop_rate, "seconds": round(a.seconds, 1)}
+            for a in self.arms
         ]
         return {"rows": len(self.questions), "arms": arms}
 
@@ -55,7 +56,8 @@ def evaluate(run: Run | str | Path, *, rows: int | None = None, speaker: Speaker
     asked = recipe.evaluate
     if asked is None:
         raise InputError(
-            f"The recipe of {run.name} has no held-out rows.", "Name them with `--set evaluate.data=FILE` when training."
+            f"The recipe of {run.name} has no held-out rows.",
+            "Name them with `--set evaluate.data=FILE` when training.",
         )
     rows = rows or asked.rows
     prompts, references = _questions(asked.data, recipe, rows)
@@ -83,17 +85,31 @@ def read_evaluation(folder: Path) -> Evaluation:
         [row["question"] for row in rows],
         [row["reference"] for row in rows],
         [
-            Arm(arm["name"], Scores(**{f: arm[f] for f in fields}), [row[arm["name"]] for row in rows], arm["stop_rate"], arm["seconds"])
+            Arm(
+                arm["name"],
+                Scores(**{f: arm[f] for f in fields}),
+                [row[arm["name"]] for row in rows],
+                arm["stop_rate"],
+                arm["seconds"],
+            )
             for arm in arms
         ],
     )
+
+
+def check_questions(recipe: Recipe) -> None:
+    """Raise now, before training, what reading the held-out rows would raise after it."""
+    if recipe.evaluate is not None:
+        _questions(recipe.evaluate.data, recipe, 1)
 
 
 def _questions(source: str, recipe: Recipe, rows: int) -> tuple[list[list[Message]], list[str]]:
     """The first `rows` conversations up to their last reply, and those replies."""
     conversations = [c for c in read_messages(source, recipe.data) if c and c[-1]["role"] == "assistant"][:rows]
     if not conversations:
-        raise InputError(f"{source} has no row that ends with a reply.", "Give held-out rows in the format of the training rows.")
+        raise InputError(
+            f"{source} has no row that ends with a reply.", "Give held-out rows in the format of the training rows."
+        )
     return [c[:-1] for c in conversations], [c[-1]["content"] for c in conversations]
 
 
@@ -133,7 +149,9 @@ def _ask(
 def _save(run: Run, result: Evaluation) -> None:
     run.write("evaluation.json", result.document())
     lines = [
-        json.dumps({"question": q, "reference": r, **{arm.name: arm.answers[n] for arm in result.arms}}, ensure_ascii=False)
+        json.dumps(
+            {"question": q, "reference": r, **{arm.name: arm.answers[n] for arm in result.arms}}, ensure_ascii=False
+        )
         for n, (q, r) in enumerate(zip(result.questions, result.references, strict=True))
     ]
     replace_text(run.folder / "answers.jsonl", "\n".join(lines) + "\n")

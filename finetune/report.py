@@ -1,10 +1,11 @@
-"""Numbers -> what a person likes to read in a terminal. Every function returns a rich renderable and prints nothing."""
+"""Numbers -> what a person likes to read in a terminal. Every function returns a renderable and prints nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -29,24 +30,37 @@ def plan_view(plan: Plan) -> RenderableType:
     """The plan as a bar of the device, its lines with their arithmetic, and the choices with their reasons."""
     share = 100 * plan.trainable / plan.parameters
     head = Text.assemble(
-        (plan.model, "bold"), f"  {plan.parameters:,} parameters, ", (f"{plan.trainable:,} trained", "bold"), f" ({share:.3g} %)"
+        (plan.model, "bold"),
+        f"  {plan.parameters:,} parameters, ",
+        (f"{plan.trainable:,} trained", "bold"),
+        f" ({share:.3g} %)",
     )
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for name, style, align in (("", "", "left"), ("part", "", "left"), ("bytes", "bold", "right"), ("formula", "dim", "left")):
+    for name, style, align in (
+        ("", "", "left"),
+        ("part", "", "left"),
+        ("bytes", "bold", "right"),
+        ("formula", "dim", "left"),
+    ):
         table.add_column(name, style=style, justify=align, no_wrap=name != "formula")  # type: ignore[arg-type]
     for line in plan.lines:
         swatch = Text("■", style=_COLOURS[line.bucket])
         table.add_row(swatch, line.name, ("" if line.exact else "~ ") + gb(line.bytes), line.formula)
     verdict = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
     total = Text.assemble(
-        ("about " + gb(plan.total), "bold"), f" of {gb(plan.device.memory)} on {plan.device.name}: ", verdict,
+        ("about " + gb(plan.total), "bold"), f" of {gb(plan.device.memory)}{_on(plan)}: ", verdict,
         ("   1 GB = 1e9 bytes; ~ marks an estimate", "dim"),
     )  # fmt: skip
     return Group(head, "", _bar(plan), total, "", table, *_choices(plan))
 
 
+def _on(plan: Plan) -> str:
+    """Where, unless the device was named by nothing but its size."""
+    return "" if plan.device.name[:1].isdigit() else f" on {plan.device.name}"
+
+
 def _bar(plan: Plan) -> Text:
-    """The device's memory as one line, each bucket in its colour; a plan that is larger fills the line and ends in >."""
+    """The device's memory as one line, each bucket in its colour; a larger plan fills the line and ends in >."""
     full = max(plan.device.memory, plan.total)
     bar = Text()
     for bucket in BUCKETS:
@@ -68,9 +82,14 @@ def _choices(plan: Plan) -> list[RenderableType]:
 
 def evaluation_view(evaluation: Evaluation, examples: int = 3) -> RenderableType:
     """Scores of every arm in one table, then a few questions with all answers under each other."""
-    table = Table(title=f"{len(evaluation.questions)} held-out rows", title_justify="left", title_style="bold")
-    table.add_column("")
-    columns = [("exact match", "exact_match"), ("valid JSON", "valid_json"), ("intent", "intent_accuracy"), ("slot F1", "slot_f1")]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(f"{len(evaluation.questions)} held-out rows")
+    columns = [
+        ("exact match", "exact_match"),
+        ("valid JSON", "valid_json"),
+        ("intent", "intent_accuracy"),
+        ("slot F1", "slot_f1"),
+    ]
     for title, _ in columns:
         table.add_column(title, justify="right")
     table.add_column("stopped", justify="right")
@@ -100,7 +119,7 @@ def _example(evaluation: Evaluation, row: int) -> Table:
     for arm in evaluation.arms:
         answer = " ".join(arm.answers[row].split()) or "(nothing)"
         good = arm.answers[row].strip() == right
-        grid.add_row(arm.name, Text(answer[:160] + "…" * (len(answer) > 160), style="green" if good else "red"))
+        grid.add_row(arm.name, Text(answer[:84] + "…" * (len(answer) > 84), style="green" if good else "red"))
     grid.add_row("right", Text(right, style="green"))
     return grid
 

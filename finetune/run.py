@@ -8,8 +8,8 @@
       adapter/ or model/   what was trained
       result.json          losses, tokens, tokens/s, memory, versions; its presence means the run is finished
 
-JSON files are replaced whole, so a reader never sees half of one. While a process trains, it holds a lock on the folder
-that the operating system releases with the process, whatever ends it.
+JSON files are replaced whole, so a reader never sees half of one. While a process trains, it holds a lock on the
+folder that the operating system releases with the process, whatever ends it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def open_or_create(recipe: Recipe, name: str, output: str | Path | None = None) 
 
 
 def check_output(folder: Path) -> None:
-    """Raise `RunError` when `folder` cannot take a run: a file, a finished run, or a folder with other things in it."""
+    """Raise `RunError` when `folder` cannot take a run: a file, a finished run, or a folder with other things."""
     if folder.is_file():
         raise RunError(f"{folder} is a file.", "Give the name of a folder that is new or empty.")
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -162,7 +162,11 @@ def open_run(name: str | Path) -> Run:
         if (folder / "recipe.yaml").is_file():
             return Run(folder)
     known = [run.name for run in all_runs()][-3:]
-    hint = f"The newest runs are {', '.join(known)}." if known else "There is no run in ./runs yet; `finetune train` makes one."
+    hint = (
+        f"The newest runs are {', '.join(known)}."
+        if known
+        else "There is no run in ./runs yet; `finetune train` makes one."
+    )
     raise RunError(f"There is no run folder {name}.", hint)
 
 
@@ -231,8 +235,8 @@ def _flat(value: dict[str, Any], above: str = "") -> dict[str, Any]:
 def _is_whole(checkpoint: Path) -> bool:
     try:
         sizes = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))["files"]
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+        return bool(sizes) and all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # cut off, or not what seal_checkpoint writes
         return False
 
 

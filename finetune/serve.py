@@ -1,7 +1,7 @@
 """An OpenAI-compatible endpoint by an existing server, and a chat in the terminal.
 
-A run is merged first (into `<run>/merged`, once); what is served is always a plain model folder. On a CPU transformers'
-own server answers; where vLLM is installed and a GPU is there, vLLM does.
+A run is merged first (into `<run>/merged`, once); what is served is always a plain model folder. On a CPU
+transformers' own server answers; where vLLM is installed and a GPU is there, vLLM does.
 """
 
 from __future__ import annotations
@@ -37,19 +37,31 @@ def server_command(folder: Path, host: str, port: int) -> list[str]:
     """
     _check_port(host, port)
     if training_device() != "cpu" and importlib.util.find_spec("vllm"):
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", host, "--port", str(port)]
+        return [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(folder),
+            "--host",
+            host,
+            "--port",
+            str(port),
+        ]
     missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"The server needs {' and '.join(missing)}.", "Run `pip install 'finetune[serve]'`.")
     program = Path(sys.executable).with_name("transformers")
     found = str(program) if program.is_file() else shutil.which("transformers")
     if found is None:
-        raise InputError("The command `transformers` is not on the path.", "Reinstall with `pip install transformers`.")
+        raise InputError(
+            "The command `transformers` is not on the path.", "Reinstall with `pip install transformers`."
+        )
     return [found, "serve", str(folder), "--host", host, "--port", str(port)]
 
 
 def serve(target: str | Path, host: str | None, port: int | None, *, say: Callable[[str], None]) -> None:
-    """Replace this process by the server, which runs until it is stopped. Address and port default to the run's recipe."""
+    """Replace this process by the server, which runs until it is stopped; the run's recipe says where by default."""
     settings = _settings(target)
     folder, host, port = served_folder(target), host or settings.host, port or settings.port
     command = server_command(folder, host, port)
@@ -72,4 +84,6 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise InputError(f"{host}:{port} cannot be listened on ({error.strerror}).", "Give another --port.") from None
+            raise InputError(
+                f"{host}:{port} cannot be listened on ({error.strerror}).", "Give another --port."
+            ) from None

@@ -1,4 +1,4 @@
-"""The beginning of a recipe: `finetune init` writes a commented one, `finetune recipes` says what each shipped one is."""
+"""The beginning of a recipe: `finetune init` writes a commented one, `finetune recipes` lists the shipped ones."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from finetune.errors import RecipeError
 from finetune.recipe import parse_recipe
 from finetune.run import replace_text
+from finetune.strict_yaml import quoted
 
 _TEMPLATE = """\
 # What: {title} of {model}.
 # Card: run `finetune plan {path}` to see what it needs before you rent one.
 # Expect: `finetune schema` describes every field; whatever is left out has a stated default.
-model: {model}{model_note}
+model: {model_line}
 method:
   kind: {kind}                    # full | lora | qlora
 {adapter}data:
@@ -44,10 +45,10 @@ def write_recipe(path: Path, model: str, kind: str, data: str, targets: str) -> 
     text = _TEMPLATE.format(
         title=_TITLES.get(kind, kind),
         model=model,
-        model_note="",
+        model_line=quoted(model),
         kind=kind,
         adapter=adapter,
-        data=data,
+        data=quoted(data),
         path=path,
         rate="1e-5" if kind == "full" else "2e-4",
     )

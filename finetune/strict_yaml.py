@@ -1,7 +1,7 @@
 """YAML text -> plain values, each with the line it stands on.
 
-Scalars follow the YAML 1.2 core schema, widened to the spellings people use for numbers (`1e-4`, `.1`, `1_000`), so that a
-number is a number and `NO` is text. What older readers change in silence is a fault here: a key written twice, and a
+Scalars follow the YAML 1.2 core schema, widened to the spellings people use for numbers (`1e-4`, `.1`, `1_000`), so
+that a number is a number and `NO` is text. What older readers change in silence is a fault here: a key written twice, and a
 number with leading zeros (`010` is 8 for some readers and 10 for others).
 """
 
@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
-_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+\Z")
+_LEADING_ZERO = re.compile(r"[-+]?0(_?[0-9])+\Z")
 _WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
 _WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _WORDS |= {".inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
@@ -47,6 +47,33 @@ def scalar(text: str) -> Any:
     return text
 
 
+def dump(value: Any) -> str:
+    """YAML text that `parse` reads back to the same value: `1e-4` as text is put in quotes, as a number it is not."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def quoted(text: str) -> str:
+    """One text as it is written in a file: plain where it reads back as that text, else in quotes."""
+    return yaml.dump([text], Dumper=_Dumper, allow_unicode=True, width=10**6)[2:].rstrip("\n")
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's own dumper leaves text plain that is a number to `scalar`."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = None if isinstance(scalar(text), str) and not _LEADING_ZERO.match(text) else "'"
+    if re.search("[\x85\u2028\u2029]", text):
+        style = '"'  # line ends of Unicode, which PyYAML folds to spaces outside double quotes
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def parse(text: str) -> Document:
     """Read one YAML document. Syntax errors and duplicate keys become `faults` with their line."""
     document = Document(None)
@@ -55,6 +82,8 @@ def parse(text: str) -> Document:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if problem == "but found another document":
+            problem = "a second document begins here"
         document.faults.append((mark.line + 1 if mark else 1, f"this is not YAML: {problem}"))
         return document
     if root is not None:
@@ -74,7 +103,11 @@ def _build(node: yaml.Node, path: Path, document: Document, above: frozenset[int
             return node.value
         if _LEADING_ZERO.match(node.value):
             document.faults.append(
-                (line, f"'{node.value}' starts with a zero and could mean two numbers; write {int(node.value)}")
+                (
+                    line,
+                    f"'{node.value}' starts with a zero and could mean two numbers; write {int(node.value)}, or"
+                    f" '{node.value}' in quotes for text",
+                )
             )
             return int(node.value)
         return scalar(node.value)

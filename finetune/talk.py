@@ -10,7 +10,7 @@ from finetune.generate import load_speaker
 
 
 def talk(target: str | Path, *, system: str | None = None, max_new_tokens: int = 512) -> None:
-    """Read questions from stdin and stream the answers to stdout until end of file; `/new` forgets the conversation."""
+    """Read questions from stdin and stream the answers to stdout until end of file; `/new` starts over."""
     speaker = load_speaker(target)
     system = system if system is not None else speaker.system
     interactive = sys.stdin.isatty()

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from finetune import __version__, chat, method
+from finetune import __version__, chat
 from finetune.callbacks import Interrupt, memory_in_use
 from finetune.data import Prepared, prepare
 from finetune.device import Device, this_device
 from finetune.errors import FinetuneError, Interrupted
-from finetune.evaluate import evaluate
+from finetune.evaluate import check_questions, evaluate
 from finetune.facts import Facts, read_facts
 from finetune.generate import Speaker
 from finetune.model import load_model, load_tokenizer, model_folder
 from finetune.plan import Plan, require_fit, resolve
 from finetune.recipe import Full, Recipe
 from finetune.run import Run, check_output, lock, open_or_create
-from finetune.trainer import Trainer, build_trainer
+from finetune.trainer import Trainer, build_trainer, check_trackers
 
 Say = Callable[[str], None]
 
 
-def train(recipe: Recipe, *, name: str = "run", output: str | Path | None = None, say: Say = lambda line: None) -> Run:
+def train(
+    recipe: Recipe, *, name: str = "run", output: str | Path | None = None, say: Say = lambda line: None
+) -> Run:
     """Run one recipe end to end and return the folder it leaves.
 
-    An `output` that holds an unfinished run of the same recipe is gone on with from its last complete checkpoint. Nothing
-    is written before the recipe, the model's headers, the data and the output have been found good. `say` gets the story,
-    one line a step.
+    An `output` that holds an unfinished run of the same recipe is gone on with from its last complete checkpoint.
+    Nothing is written before the recipe, the model's headers, the data and the output have been found good. `say`
+    gets the story, one line a step.
 
     Raises `InputError` for what the user can put right, `DoesNotFit` when the plan is larger than the device, and
     `Interrupted` after Ctrl-C, with a checkpoint to go on from.
@@ -45,6 +46,9 @@ def train(recipe: Recipe, *, name: str = "run", output: str | Path | None = None
     recipe, plan = resolve(recipe, facts, device)
     require_fit(plan)
     _tell_plan(plan, say)
+    check_trackers(recipe)
+    if recipe.evaluate:
+        check_questions(recipe)
     tokenizer = load_tokenizer(recipe)
     data = prepare(recipe, tokenizer)
     _tell_data(data, say)
@@ -62,10 +66,11 @@ def train(recipe: Recipe, *, name: str = "run", output: str | Path | None = None
         if interrupt.asked:
             raise _interrupted(run, trainer)
         if _first():
-            _save(run, trainer, tokenizer, facts, recipe)
-            run.write("result.json", _result(trainer, plan, data, outcome.training_loss))
-            run.event("end", step=trainer.state.global_step)
-            say(f"{trainer.state.global_step} steps in {trainer.clock.seconds:.0f} s; mean loss {outcome.training_loss:.3f}")
+            _save(run, trainer, tokenizer, facts, recipe, documents=data.counts["format"] == "text")
+            result = _result(trainer, plan, data, outcome.training_loss)
+            run.write("result.json", result)
+            run.event("end", step=result["steps"])
+            say(f"{result['steps']} steps in {result['train_seconds']:.0f} s; mean loss {result['loss']:.3f}")
             if recipe.evaluate and recipe.evaluate.after_training:
                 say(f"Asking {recipe.evaluate.rows} held-out questions, of the untrained model and of the tuned one")
                 evaluate(run, speaker=Speaker(trainer.accelerator.unwrap_model(trainer.model), tokenizer))
@@ -88,7 +93,7 @@ def _word(value: Any) -> str:
 def _tell_data(data: Prepared, say: Say) -> None:
     tokens, trained = data.train.tokens, data.train.trained_tokens
     held = f"; {len(data.eval):,} evaluation rows" if data.eval is not None else ""
-    say(f"{len(data.train):,} rows, {tokens:,} tokens, {trained:,} of them trained ({100 * trained / tokens:.0f} %){held}")
+    say(f"{len(data.train):,} rows, {tokens:,} tokens, {trained:,} of them trained ({trained / tokens:.0%}){held}")
     for note in data.notes:
         say(f"  {note}")
 
@@ -143,7 +148,7 @@ def _interrupted(run: Run, trainer: Trainer) -> Interrupted:
     )
 
 
-def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Recipe) -> None:
+def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Recipe, *, documents: bool) -> None:
     """Adapter or model with tokenizer and the stop tokens that were trained; visible only when it is whole."""
     from transformers import GenerationConfig
 
@@ -151,8 +156,14 @@ def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Reci
     target = run.model if isinstance(recipe.method, Full) else run.adapter
     aside = target.with_name(f".{target.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    stops = chat.end_of_turn_ids(tokenizer)
-    generation = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
+    if documents:
+        stops = [tokenizer.eos_token_id]
+    else:
+        stops = chat.end_of_turn_ids(tokenizer)
+        tokenizer.chat_template = chat.template_to_save(tokenizer)
+    generation = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id
+    )
     if isinstance(recipe.method, Full):
         import torch
 
@@ -164,7 +175,9 @@ def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Reci
     else:
         # The name that the recipe gives, so that others find the base too; a folder stays a folder.
         config = model.peft_config["default"]
-        config.base_model_name_or_path = recipe.model if facts.source.startswith("hub") else config.base_model_name_or_path
+        config.base_model_name_or_path = (
+            recipe.model if facts.source.startswith("hub") else config.base_model_name_or_path
+        )
         model.save_pretrained(aside, save_embedding_layers=False)
     tokenizer.save_pretrained(aside)
     generation.save_pretrained(aside)

@@ -6,7 +6,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from trl import SFTConfig, SFTTrainer  # noqa: TID253  (imported by `train` only, when training starts)
+# Imported by `train` only, when training starts.
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]  # noqa: TID253
 
 from finetune.callbacks import Clock, FiniteLoss, Interrupt, Progress, Record
 from finetune.data import Prepared
@@ -27,11 +28,14 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with
 _KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
 
 
-class Trainer(SFTTrainer):  # type: ignore[misc]
+class Trainer(SFTTrainer):
     """SFTTrainer that keeps trained parameters in fp32 and writes nothing beside the checkpoints."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    model: Any
+
+    def __init__(self, *args: Any, clock: Clock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.clock = clock
         trained_in_fp32(self.model)
 
     def compute_loss(
@@ -40,7 +44,7 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
         """On a CPU, the loss on supervised rows; TRL's own head would score every position there."""
         if return_outputs or self.args.device.type != "cpu":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = supervised_loss(model, {**inputs, "use_cache": False}, num_items_in_batch)
+        loss = supervised_loss(model, inputs, num_items_in_batch)
         if self.model.training:
             self._total_train_tokens += self._tokens(inputs)
         self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
@@ -71,18 +75,19 @@ def build_trainer(
     """The trainer of a resolved recipe. Raises `FinetuneError` when fewer processes train than were started."""
     from transformers.trainer_callback import PrinterCallback
 
-    _check_trackers(recipe)
     clock = Clock()
     trainer = Trainer(
+        clock=clock,
         model=model,
-        args=sft_config(recipe, run, device, evaluates=data.eval is not None, flat=lays_rows_flat(model, recipe, device)),
+        args=sft_config(
+            recipe, run, device, evaluates=data.eval is not None, flat=lays_rows_flat(model, recipe, device)
+        ),
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.eval) if data.eval is not None else None,
         processing_class=tokenizer,
         callbacks=[clock, Record(run, recipe.train.keep, clock), FiniteLoss(run), interrupt, Progress(clock)],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.clock = clock
     if trainer.accelerator.num_processes != device.count:
         raise FinetuneError(
             f"{device.count} processes were started but {trainer.accelerator.num_processes} train together.",
@@ -91,18 +96,20 @@ def build_trainer(
     return trainer
 
 
-def _check_trackers(recipe: Recipe) -> None:
+def check_trackers(recipe: Recipe) -> None:
+    """Raise `InputError` when an experiment tracker of the recipe is not installed."""
     missing = [name for name in recipe.train.report_to if find_spec(name) is None]
     if missing:
         raise InputError(
-            f"train.report_to names {' and '.join(missing)}, not installed here.", f"Run `pip install {' '.join(missing)}`."
+            f"train.report_to names {' and '.join(missing)}, not installed here.",
+            f"Run `pip install {' '.join(missing)}`.",
         )
 
 
 def lays_rows_flat(model: Any, recipe: Recipe, device: Device) -> bool:
     """Whether the rows of a micro-batch are laid end to end instead of padded to the longest.
 
-    The model must then keep them apart by their positions. On a CPU the small mask that this takes costs less than padding.
+    The model must then keep them apart by their positions. On a CPU the mask this takes costs less than padding.
     """
     rows = int(recipe.train.micro_batch)
     return device.kind == "cpu" and rows > 1 and model.config.model_type in _KEEPS_ROWS_APART

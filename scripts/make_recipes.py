@@ -1,7 +1,7 @@
 """Write recipes/*.yaml and recipes/recipe.schema.json from one table, with the plan's numbers in their first lines.
 
-    python scripts/make_recipes.py            write them
-    python scripts/make_recipes.py --check    fail when a file is not what this script writes
+python scripts/make_recipes.py            write them
+python scripts/make_recipes.py --check    fail when a file is not what this script writes
 """
 
 from __future__ import annotations
@@ -11,15 +11,25 @@ import json
 import sys
 from pathlib import Path
 
+from finetune.device import Device
 from finetune.plan import plan
 from finetune.recipe import parse_recipe, schema
 
 FOLDER = Path(__file__).parent.parent / "recipes"
+LAPTOP = Device("cpu", "CPU without bf16", 16 * 10**9, bf16=False)
 CARDS = (8, 12, 16, 24, 40, 48, 80, 141)  # GB
 
 MODELS = {
-    "gemma2b": ("google/gemma-2-2b", "Gemma 2 2B", "  # gated: accept the licence on its hub page, then `hf auth login`"),
-    "llama7b": ("meta-llama/Llama-2-7b-hf", "Llama 2 7B", "  # gated: accept the licence on its hub page, then `hf auth login`"),
+    "gemma2b": (
+        "google/gemma-2-2b",
+        "Gemma 2 2B",
+        "  # gated: accept the licence on its hub page, then `hf auth login`",
+    ),
+    "llama7b": (
+        "meta-llama/Llama-2-7b-hf",
+        "Llama 2 7B",
+        "  # gated: accept the licence on its hub page, then `hf auth login`",
+    ),
     "smollm2": ("smollm2-135m", "SmolLM2-135M-Instruct", "  # comes from a PyPI package, no hub needed"),
 }
 METHODS = {
@@ -42,11 +52,11 @@ def body(model: str, method: str) -> str:
     if kind == "qlora":
         lines += ["  quant: nf4", "  double_quant: true"]
     lines += ["data:", "  train: home-intents  # put your own file here", f"  max_length: {256 if small else 2048}"]
-    lines += ["train:", "  epochs: 1", f"  batch_size: {4 if small else 16}", f"  micro_batch: {4 if small else 'auto'}"]
+    lines += ["train:", "  epochs: 1", f"  batch_size: {4 if small else 16}", "  micro_batch: auto"]
     lines += [f"  learning_rate: {_rate(small, kind)}", "  schedule: cosine"]
     lines += [f"  optimizer: {'paged_adamw_8bit' if kind == 'qlora' and not small else 'auto'}"]
     if small:
-        lines += ["evaluate:", "  data: home-intents:test", "  rows: 100", "  few_shot: 4", "  max_new_tokens: 64"]
+        lines += ["evaluate:", "  data: home-intents:test", "  rows: 100", "  few_shot: 4", "  max_new_tokens: 48"]
     else:
         lines += ["evaluate:", "  data: home-intents:test", "  after_training: false"]
     return "\n".join(lines) + "\n"
@@ -61,18 +71,21 @@ def _rate(small: bool, kind: str) -> str:
 def recipe(model: str, method: str) -> str:
     """Schema line, three comment lines, body."""
     text = body(model, method)
-    planned = {gb: plan(parse_recipe(text), f"{gb}GB") for gb in CARDS}
-    smallest = next(gb for gb in CARDS if planned[gb].fits)
-    result = planned[smallest]
+    if model == "smollm2":
+        result, card, where = plan(parse_recipe(text), LAPTOP), "none needed, a laptop CPU does", "on a CPU"
+    else:
+        planned = {gb: plan(parse_recipe(text), f"{gb}GB") for gb in CARDS}
+        smallest = next(gb for gb in CARDS if planned[gb].fits)
+        result, card = planned[smallest], f"{smallest} GB and up"
+        where = f"on a card of {smallest} GB"
     share = 100 * result.trainable / result.parameters
-    card = "none needed; a laptop CPU does" if model == "smollm2" else f"{smallest} GB and up"
     what = f"{METHODS[method][2]}, of {MODELS[model][1]}"
     expect = f"{result.trainable:,} trained parameters ({share:.3g} %), planned memory {result.total / 1e9:.1f} GB"
     head = [
         "# yaml-language-server: $schema=./recipe.schema.json",
         f"# What: {what}.",
         f"# Card: {card}.",
-        f"# Expect: {expect} on a {smallest} GB card.",
+        f"# Expect: {expect} {where}.",
     ]
     return "\n".join(head) + "\n" + text
 
@@ -88,7 +101,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     made = files()
-    stale = [name for name, text in made.items() if not (FOLDER / name).is_file() or (FOLDER / name).read_text() != text]
+    stale = [
+        name for name, text in made.items() if not (FOLDER / name).is_file() or (FOLDER / name).read_text() != text
+    ]
     if check and stale:
         sys.exit(f"not what scripts/make_recipes.py writes: {', '.join(stale)}")
     for name in stale:

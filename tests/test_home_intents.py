@@ -72,9 +72,9 @@ def test_a_row_is_a_command_and_sorted_json(made):
 
 def test_eight_intents_equally_often(made):
     assert len(home_intents.INTENTS) == 8
-    assert Counter(label(row)["intent"] for row in made.train) == dict.fromkeys(home_intents.INTENTS, 1000 // 8)
+    assert Counter(label(row)["intent"] for row in made.train) == dict.fromkeys(home_intents.INTENTS, 640 // 8)
     assert Counter(label(row)["intent"] for row in made.test) == dict.fromkeys(home_intents.INTENTS, 200 // 8)
-    assert made.about["intents"]["train"]["HassTurnOn"] == 125
+    assert made.about["intents"]["train"]["HassTurnOn"] == 80
 
 
 def test_rows_of_one_split(made, generated_before, monkeypatch):
@@ -236,10 +236,10 @@ def test_ensure_writes_once_and_reuses(tmp_path, made, generated_before):
         "test.jsonl",
         "train.jsonl",
     ]
-    assert [len(first[split].read_text().splitlines()) for split in ("train", "test")] == [1000, 200]
+    assert [len(first[split].read_text().splitlines()) for split in ("train", "test")] == [640, 200]
     assert [json.loads(line) for line in first["test"].read_text().splitlines()] == made.test
     about = json.loads(first["about"].read_text())
-    assert (about["seed"], about["rows"]) == (11, {"train": 1000, "test": 200})
+    assert (about["seed"], about["rows"]) == (11, {"train": 640, "test": 200})
     assert about["held_out"]["fan"] == ["box fan", "desk fan"]
     assert about["packages"]["hassil"] == importlib.metadata.version("hassil")
     assert home_intents.ensure(tmp_path / "deep" / "data") == first

@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def supervised_loss(model: Any, inputs: dict[str, Any], items: torch.Tensor | int | None = None) -> torch.Tensor:
-    """Cross entropy of `inputs["labels"]` [rows, length], summed and divided by `items` (default: the labels counted here).
+    """Cross entropy of `inputs["labels"]` [rows, length], summed and divided by `items` (default: the labels here).
 
     `model` is called with everything else in `inputs`; it may be wrapped. A batch without a single label gives zero.
     """
@@ -33,7 +33,8 @@ def supervised_loss(model: Any, inputs: dict[str, Any], items: torch.Tensor | in
 
     hook = output_head(model).register_forward_pre_hook(fewer_rows)
     try:
-        rest = {key: value for key, value in inputs.items() if key != "labels"}
+        # With a cache, transformers would not look for several rows in one and would let them see each other.
+        rest = {**{key: value for key, value in inputs.items() if key != "labels"}, "use_cache": False}
         logits = model(**rest).logits[0]
     finally:
         hook.remove()

@@ -1,0 +1,283 @@
+"""Plans of every shipped recipe on every card, the choices behind them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from finetune.device import _CARDS, Device, named_device
+from finetune.errors import DoesNotFit, InputError
+from finetune.facts import Facts, read_facts
+from finetune.memory import BUCKETS
+from finetune.plan import Plan, plan, require_fit, resolve
+from finetune.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+
+GIB = 2**30
+GEMMA, LLAMA, SMALL = "google/gemma-2-2b", "meta-llama/Llama-2-7b-hf", "smollm2-135m"
+CPU = Device("cpu", "CPU, 2 cores", 16 * GIB, bf16=False)
+CPU_BF16 = Device("cpu", "CPU, 2 cores", 16 * GIB, bf16=True)
+CARDS = {card.memory: card for card in map(named_device, reversed(_CARDS))}  # one of each size, the T4 among them
+T4, RTX, H100 = (named_device(card) for card in ("t4", "rtx3090", "h100"))
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan may ask the network."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the plan went to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def recipe(kind: str = "lora", model: str = LLAMA, **sets: Any) -> Recipe:
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in sets.items()]
+    return parse_recipe(f"model: {model}\nmethod: {{kind: {kind}}}\ndata: {{train: x}}\n", "recipe", overrides)
+
+
+def resolved(asked: Recipe, device: Device) -> tuple[Recipe, Plan]:
+    return resolve(asked, facts(asked.model), device)
+
+
+def facts(model: str) -> Facts:
+    if model not in _FACTS:
+        _FACTS[model] = read_facts(model)
+    return _FACTS[model]
+
+
+_FACTS: dict[str, Facts] = {}
+
+
+def words(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of a recipe under its dotted name."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from words(item, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, value
+
+
+# ------------------------------------------------------------------------------------------ every recipe and card
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_plans_on_every_card_without_a_network(name: str) -> None:
+    asked = load_recipe(name)
+    for device in [*CARDS.values(), CPU, CPU_BF16]:
+        answer, planned = resolved(asked, device)
+        open_ = {field for field, value in words(answer.model_dump()) if value == "auto"}
+        assert open_ <= {"data.format", "merge.dtype"}  # answered by the rows and by the base's own tensors
+        assert isinstance(answer.train.micro_batch, int)
+        assert answer.train.batch_size % answer.train.micro_batch == 0
+        assert planned.total == sum(planned.buckets().values()) > 0
+        assert tuple(planned.buckets()) == BUCKETS
+        assert planned.fits == (planned.total <= 0.9 * device.memory)
+        assert all(choice.because and "auto" not in str(choice.value) for choice in planned.choices)
+        assert json.loads(json.dumps(planned.document()))["total"] == planned.total
+
+
+def test_the_smallest_model_fits_everywhere() -> None:
+    for device in (named_device("8GB"), CPU):
+        for name in shipped_recipes():
+            if name.startswith("smollm2"):
+                require_fit(resolved(load_recipe(name), device)[1])
+
+
+def test_the_verb_takes_names() -> None:
+    planned = plan("gemma2b-qlora", "24GB")
+    assert (planned.model, planned.method, planned.device.memory) == (GEMMA, "qlora", 24 * 10**9)
+    assert planned == plan(load_recipe("gemma2b-qlora"), named_device("24GB"))
+    assert planned.parameters == 2_614_341_888
+    assert planned.trainable == 16 * 26 * (2 * (2304 + 2048) + 2 * (2304 + 1024) + 3 * (2304 + 9216))
+
+
+def test_the_buckets_of_a_plan_are_the_golden_numbers() -> None:
+    gemma = plan(recipe("full", GEMMA, train__optimizer="adamw_torch"), "80GB").buckets()
+    n = 2_614_341_888
+    assert (gemma["weights"], gemma["gradients"], gemma["optimizer"]) == (4 * n, 4 * n, 8 * n)
+    qv = recipe("lora", GEMMA, method__rank=8, method__targets="qv", load__dtype="float32")
+    lora = plan(qv, "80GB").buckets()
+    assert lora["weights"] + lora["gradients"] + lora["optimizer"] == 4 * n + 16 * 1_597_440
+    llama = plan(recipe("full"), "141GB").buckets()
+    assert llama["weights"] + llama["gradients"] + llama["optimizer"] == 16 * 6_738_415_616
+
+
+# ------------------------------------------------------------------------------------------------------------ choices
+
+ALWAYS = {
+    "train.precision", "load.dtype", "load.attention", "train.optimizer", "train.micro_batch", "train.checkpointing",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "precision", "dtype", "optimizer"),
+    [
+        ("lora", H100, "bf16", "bfloat16", "adamw_torch_fused"),
+        ("qlora", RTX, "bf16", "bfloat16", "paged_adamw_8bit"),
+        ("full", H100, "bf16", "float32", "adamw_torch_fused"),
+        ("lora", T4, "fp16", "float16", "adamw_torch_fused"),
+        ("qlora", T4, "fp16", "float16", "paged_adamw_8bit"),
+        ("full", T4, "fp16", "float32", "adamw_torch_fused"),
+        ("lora", CPU, "fp32", "float32", "adamw_torch_fused"),
+        ("qlora", CPU, "fp32", "float32", "adamw_torch_fused"),
+        ("full", CPU, "fp32", "float32", "adamw_torch_fused"),
+        ("lora", CPU_BF16, "bf16", "bfloat16", "adamw_torch_fused"),
+        ("full", CPU_BF16, "bf16", "float32", "adamw_torch_fused"),
+    ],
+)
+def test_types_and_optimizers(kind: str, device: Device, precision: str, dtype: str, optimizer: str) -> None:
+    answer, planned = resolved(recipe(kind, SMALL), device)
+    assert (answer.train.precision, answer.load.dtype, answer.train.optimizer) == (precision, dtype, optimizer)
+    fields = [choice.field for choice in planned.choices]
+    assert sorted(fields) == sorted(ALWAYS | ({"method.compute_dtype"} if kind == "qlora" else set()))
+    given = dict(words(answer.model_dump()))
+    assert all(given[choice.field] == choice.value for choice in planned.choices)
+
+
+def test_what_the_user_wrote_stays() -> None:
+    asked = recipe(
+        "qlora", SMALL, train__precision="fp32", load__dtype="float16", load__attention="eager",
+        train__optimizer="sgd", train__micro_batch=2, train__checkpointing="true", method__compute_dtype="float32",
+    )  # fmt: skip
+    answer, planned = resolved(asked, H100)
+    assert (answer, planned.choices) == (asked, ())
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    for kind in ("full", "lora", "qlora"):
+        first, planned = resolved(recipe(kind, SMALL), H100)
+        second, again = resolved(first, H100)
+        assert second == first
+        assert again.choices == ()
+        assert again.lines == planned.lines
+
+
+def test_the_asked_recipe_is_not_changed() -> None:
+    asked = recipe("qlora")
+    resolved(asked, H100)
+    assert asked == recipe("qlora")
+
+
+def test_softcapped_scores_need_eager_attention() -> None:
+    answer, planned = resolved(recipe("lora", GEMMA), H100)
+    assert answer.load.attention == "eager"
+    assert "gemma2 caps its scores" in next(c.because for c in planned.choices if c.field == "load.attention")
+    assert resolved(recipe("lora", LLAMA), H100)[0].load.attention == "sdpa"
+
+
+def test_the_reasons_name_the_device() -> None:
+    _, planned = resolved(recipe("lora", SMALL), T4)
+    assert {c.field: c.because for c in planned.choices}["train.precision"] == "t4 has no bf16 units"
+
+
+# -------------------------------------------------------------------------------------------------------------- batch
+
+
+def test_a_large_card_takes_more_rows_and_needs_no_recomputing() -> None:
+    asked = recipe("lora", LLAMA, data__max_length=2048)
+    small, large = (resolved(asked, named_device(card))[0].train for card in ("24GB", "h200"))
+    assert (small.checkpointing, large.checkpointing) == (True, False)
+    totals = []
+    for card in ("16GB", "24GB", "48GB", "80GB", "141GB"):
+        train = resolved(asked, named_device(card))[0].train
+        totals.append((not train.checkpointing, int(train.micro_batch)))
+    assert totals == sorted(totals)
+
+
+def test_rows_per_pass_are_the_most_that_fit() -> None:
+    asked = recipe("lora", LLAMA, train__checkpointing="true", train__batch_size=32)
+    answer, planned = resolved(asked, named_device("24GB"))
+    rows = int(answer.train.micro_batch)
+    assert planned.fits
+    assert rows < 32
+    assert not resolved(recipe("lora", LLAMA, train__checkpointing="true", train__batch_size=32,
+                               train__micro_batch=2 * rows), named_device("24GB"))[1].fits  # fmt: skip
+
+
+def test_a_model_reads_no_longer_rows_than_it_can() -> None:
+    long, limit = (
+        resolved(recipe("lora", LLAMA, data__max_length=n, train__micro_batch=1), H100)[1].total
+        for n in (100_000, 4096)
+    )
+    assert long == limit
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "micro", "message"),
+    [
+        (1, 16, 3, "train.batch_size 16 is no multiple of 3 rows x 1 devices."
+         " Set train.micro_batch to a divisor, or train.batch_size to 3."),
+        (4, 16, 8, "train.batch_size 16 is no multiple of 8 rows x 4 devices."
+         " Set train.micro_batch to a divisor, or train.batch_size to 32."),
+        (4, 6, "auto", "train.batch_size 6 is no multiple of 1 rows x 4 devices."
+         " Set train.micro_batch to a divisor, or train.batch_size to 4."),
+        (8, 4, "auto", "train.batch_size 4 is no multiple of 1 rows x 8 devices."
+         " Set train.micro_batch to a divisor, or train.batch_size to 8."),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_divide_is_refused(count: int, batch: int, micro: Any, message: str) -> None:
+    device = Device("cuda", "h100", 80 * GIB, bf16=True, count=count)
+    with pytest.raises(InputError) as caught:
+        resolved(recipe("lora", SMALL, train__batch_size=batch, train__micro_batch=micro), device)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_the_batch_is_shared_by_all_devices(count: int) -> None:
+    device = Device("cuda", "h100", 80 * GIB, bf16=True, count=count)
+    answer, planned = resolved(recipe("lora", SMALL, data__max_length=64), device)
+    assert answer.train.micro_batch == 16 // count
+    assert planned.fits
+
+
+# ------------------------------------------------------------------------------------------------------- does not fit
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "largest", "remedy"),
+    [
+        (recipe("full"), "24GB", "optimizer with 53.9 GB",
+         "Set method.kind: lora, which needs no gradients and optimizer state of the base."),
+        (recipe("lora"), "8GB", "weights with 13.6 GB", "Set method.kind: qlora, or take a smaller model."),
+        (recipe("qlora"), "2GB", "weights with 4.", "Take a smaller model."),
+        (recipe("lora", SMALL, train__batch_size=64, train__micro_batch=64, train__checkpointing="false"), "16GB",
+         "activations with ", "Lower train.micro_batch or data.max_length, or set train.checkpointing: true."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_says_how_much_and_what_to_change(
+    asked: Recipe, device: str, largest: str, remedy: str
+) -> None:
+    planned = plan(asked, device)
+    assert not planned.fits
+    with pytest.raises(DoesNotFit) as caught:
+        require_fit(planned)
+    error = caught.value
+    assert error.exit_code == 3
+    assert error.what.startswith(
+        f"{asked.method.kind} of {asked.model} needs about {planned.total / 1e9:.1f} GB and {device} has "
+        f"{planned.device.memory / 1e9:.1f} GB; the largest part is {largest}"
+    )
+    assert error.what.endswith(" GB.")
+    assert error.hint == remedy
+
+
+def test_the_advice_works() -> None:
+    """Full does not fit, LoRA does not fit, QLoRA does: the path that the hints describe."""
+    fits = [plan(recipe(kind), "12GB").fits for kind in ("full", "lora", "qlora")]
+    assert fits == [False, False, True]
+
+
+def test_even_the_fewest_rows_do_not_fit() -> None:
+    answer, planned = resolved(recipe("full"), RTX)
+    assert (answer.train.micro_batch, answer.train.checkpointing) == (1, True)
+    assert "even they do not fit" in next(c.because for c in planned.choices if c.field == "train.micro_batch")
+
+
+def test_targets_that_the_model_does_not_have_are_refused_before_anything_else() -> None:
+    with pytest.raises(InputError, match=r"method\.targets names 'q_porj'.* Did you mean 'q_proj'"):
+        plan(recipe("lora", LLAMA, method__targets="[q_porj]"), "24GB")
