@@ -183,7 +183,7 @@ def chat(
 def merge(
     run: RunName,
     output: Annotated[Path | None, typer.Option(help="Folder for the merged model; by default <run>/merged.")] = None,  # noqa: UP045
-    dtype: Annotated[Optional[str], typer.Option(help="auto (the base's), float32, bfloat16 or float16.")] = None,  # noqa: UP045
+    dtype: Annotated[Optional[str], typer.Option(help="keep (the base's), float32, bfloat16 or float16.")] = None,  # noqa: UP045
     as_json: Json = False,
 ) -> None:
     """Fold a run's adapter into its base, shard by shard."""

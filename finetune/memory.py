@@ -113,7 +113,7 @@ def activation_lines(
     """What one forward pass of `rows` x `length` tokens leaves for the backward pass, and the loss head's tiles.
 
     Per token and layer, with 2-byte activations, hidden h, intermediate i, queries q = heads x dim, keys kv =
-    kv_heads x dim, heads n and rank r (derived from the tensors that autograd saves in a Llama layer; checked against a trace):
+    kv_heads x dim, heads n and rank r (derived from the tensors that autograd saves in a Llama layer):
       full   2(8h + 4) + 4q + 4kv + 4n + 8i
       LoRA   2(4h + 4) + 4q + 4kv + 4n + 6i, and for fp32 adapters on all linear layers 20h + 4q + 4i + 28r
       with checkpointing 2h, and one layer of the above

@@ -111,9 +111,9 @@ def merge(run: Run | str | Path, output: Path | None = None, *, dtype: str | Non
         raise RunError(
             f"{run.folder} has no trained adapter yet.", f"Finish it: `finetune train --resume {run.folder}`."
         )
-    chosen = dtype or recipe.merge.dtype
+    chosen = (dtype or recipe.merge.dtype).replace("keep", "auto")
     if chosen not in get_args(Dtype):
-        raise InputError(f"'{chosen}' is no type to merge into.", f"Give one of {', '.join(get_args(Dtype))}.")
+        raise InputError(f"'{chosen}' is no type to merge into.", "Give keep, float32, bfloat16 or float16.")
     base = model_folder(recipe.model, recipe.load.revision)
     merged = merge_adapter(base, run.adapter, output or run.folder / "merged", dtype=chosen)  # type: ignore[arg-type]
     if not isinstance(recipe.method, QLoRA):

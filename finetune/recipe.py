@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -179,7 +179,9 @@ class Evaluate(_Part):
 class Merge(_Part):
     """How adapters are folded into the base."""
 
-    dtype: Dtype = Field("auto", description="Type of the merged weights; auto keeps the base's.")
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = Field(
+        "keep", description="Type of the merged weights: keep (the base's own), float32, bfloat16 or float16."
+    )
 
 
 class Serve(_Part):

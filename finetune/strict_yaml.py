@@ -1,8 +1,8 @@
 """YAML text -> plain values, each with the line it stands on.
 
 Scalars follow the YAML 1.2 core schema, widened to the spellings people use for numbers (`1e-4`, `.1`, `1_000`), so
-that a number is a number and `NO` is text. What older readers change in silence is a fault here: a key written twice, and a
-number with leading zeros (`010` is 8 for some readers and 10 for others).
+that a number is a number and `NO` is text. What older readers change in silence is a fault here: a key written twice,
+and a number with leading zeros (`010` is 8 for some readers and 10 for others).
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def train(
     tokenizer = load_tokenizer(recipe)
     data = prepare(recipe, tokenizer)
     _tell_data(data, say)
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"format": data.counts["format"]})})
     folder = model_folder(recipe.model, recipe.load.revision)
     model = load_model(recipe, folder, facts)
     run, resumed = _same_folder_everywhere(recipe, name, output, device)

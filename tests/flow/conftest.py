@@ -76,7 +76,7 @@ def child(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[st
     return subprocess.Popen(
         [sys.executable, "-m", "finetune", *arguments],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -59,7 +59,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(base: Path, rows: Path, t
     folder, process = start(tmp_path, base, rows)
     wait_for(folder, "step-8", process)
     os.killpg(process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-    process.wait(30)  # type: ignore[attr-defined]
+    process.communicate(timeout=30)  # type: ignore[attr-defined]
     run = Run(folder)
     if run.finished:
         pytest.skip("the run was over before the signal came")
