@@ -6,7 +6,9 @@ RECIPE ?= smollm2-lora
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The tested versions need Python 3.11; on 3.10 pip chooses the newest that run there.
+PINS   := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS)
 # The newest run, for commands that take one.
 RUN    ?= $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
 ARGS   ?=

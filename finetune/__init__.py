@@ -4,7 +4,12 @@ The modules in reading order, which is also the only legal direction of imports:
 
     errors        what a user can put right, and how
     strict_yaml   YAML text -> values with their lines
+    faults        why a recipe is refused, in the words of its file
     recipe        the YAML file as frozen models
+    tensors       one weight as a header describes it
+    weight_files  safetensors files, tensor by tensor
+    gguf_header   a GGUF file under Hugging Face's names
+    hub_headers   a model on the hub, without its weights
     facts         what a model is, from its headers
     run           the folder one run leaves behind
     device        what this machine can hold
@@ -15,10 +20,10 @@ The modules in reading order, which is also the only legal direction of imports:
     embedded      the model that comes from a PyPI package
     home_intents  the data set that comes from two PyPI packages
     formats       any row -> chat messages, or a verdict
+    files         a file, glob or hub data set -> raw rows with their place
     chat          messages -> token ids and labels
     data          files -> training and evaluation rows, with counts
     scores        replies against references -> numbers
-    weight_files  safetensors files, tensor by tensor
     adapter_file  a LoRA adapter as it lies on disk
     model_files   what stands beside the weights: configs, tokenizer, template
     launch        several processes of one machine

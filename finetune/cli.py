@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
+from typer.core import TyperGroup
 
 from finetune.errors import FinetuneError
 
@@ -21,10 +22,31 @@ if TYPE_CHECKING:
 
 WAY, GROUND = "The way of a run", "The ground"
 
+
+class Grouped(TyperGroup):
+    """The first page of help, by click alone: typer's own spends 0.15 s on importing rich's Markdown."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super(TyperGroup, self).format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands in the groups they are registered with, in that order."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.commands[name]
+            groups.setdefault(getattr(command, "rich_help_panel", ""), []).append(
+                (name, command.get_short_help_str(80))
+            )
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="finetune",
+    cls=Grouped,
     help="Plan, train, merge and serve fine-tuned language models.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -50,7 +72,10 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_ver
 
 
 @app.callback()
-def _options(debug: Debug = False, version: Version = False) -> None:
+def _options(context: typer.Context, debug: Debug = False, version: Version = False) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

@@ -37,6 +37,18 @@ def launch(processes: int, arguments: Sequence[str]) -> None:
     os.execv(command[0], command)
 
 
+def check_launched() -> None:
+    """Raise `InputError` when `accelerate launch --cpu --num_processes N` has started only one process.
+
+    It takes the launcher for a single process then, which sets a rendezvous address for N > 1 but no world size.
+    """
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "`accelerate launch` was asked for several processes and has started one: with --cpu it ignores the number.",
+            "Use `finetune launch -n 2 train ...`, or the accelerate line under 'Several processes' in the README.",
+        )
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

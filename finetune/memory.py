@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.facts import Facts, dtype_bytes, group_of
+from finetune.facts import Facts
 from finetune.method import adapter_shapes, storage_bytes, trainable_parameters
 from finetune.recipe import Full, Method, QLoRA
+from finetune.tensors import dtype_bytes, group_of
 
 Bucket = Literal["weights", "gradients", "optimizer", "activations", "loss"]
 BUCKETS: tuple[Bucket, ...] = ("weights", "gradients", "optimizer", "activations", "loss")

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.errors import InputError
-from finetune.facts import TOWER, Facts, Linear, dtype_bytes
+from finetune.facts import Facts, Linear
 from finetune.recipe import Full, LoRA, Method, QLoRA
+from finetune.tensors import TOWER, dtype_bytes
 
 if TYPE_CHECKING:
     import torch

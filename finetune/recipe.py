@@ -6,18 +6,17 @@ once with its line. What comes out is immutable; "auto" is still in it until `pl
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
 
 from finetune import strict_yaml
 from finetune.errors import RecipeError
+from finetune.faults import Fault, Places, faults_of, nearest, recipe_error, show
 
 Auto = Literal["auto"]
 Strategy = Literal["qv", "attention", "attention+mlp"]
@@ -229,7 +228,7 @@ def find_recipe(name: str) -> Path:
     for folder in recipe_folders():
         if (found := folder / f"{name}.yaml").is_file():
             return found
-    near = _nearest(name, shipped_recipes())
+    near = nearest(name, shipped_recipes())
     raise RecipeError(
         f"There is no recipe named '{name}'.",
         f"Did you mean '{near}'? " * bool(near) + "`finetune recipes` lists them.",
@@ -260,46 +259,37 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(text, str(path), overrides)
 
 
+_AFTER = 10**9  # the "line" of the first --set: after the file
+
+
 def parse_recipe(text: str, source: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
     """Check recipe text and overrides; `source` is named in the messages."""
     document = strict_yaml.parse(text)
     faults = [(line, f"{source}:{line}: {fault}.") for line, fault in document.faults]
     value = document.value
     if not isinstance(value, dict):
-        if value is None and not faults:
-            faults.append((0, f"{source}: the file is empty."))
-        elif not faults:
-            found = "a list" if isinstance(value, list) else _show(value)
-            faults.append((1, f"{source}:1: a recipe is a list of `key: value` lines, and this is {found}."))
-        raise _recipe_error(faults)
-    where: _Places = {path: (line, f"{source}:{line}") for path, line in document.lines.items()}
+        raise recipe_error(faults or [_no_mapping(value, source)])
+    where: Places = {path: (line, f"{source}:{line}") for path, line in document.lines.items()}
     where[()] = (0, source)
     for number, override in enumerate(overrides):
         faults += _apply(override, _AFTER + number, value, where)
-    recipe = None
     try:
         recipe = Recipe.model_validate(value)
     except ValidationError as error:
-        faults += _faults(error, value, where)
-    if faults or recipe is None:
-        raise _recipe_error(faults)
+        raise recipe_error(faults + faults_of(error, value, where, Recipe)) from None
+    if faults:
+        raise recipe_error(faults)
     return recipe
 
 
-# Where a path of the recipe was written: a line to sort by, and the words that name the place.
-_Places = dict[strict_yaml.Path, tuple[int, str]]
-_Fault = tuple[int, str]
-_AFTER = 10**9  # the "line" of the first --set: after the file
+def _no_mapping(value: Any, source: str) -> Fault:
+    if value is None:
+        return 0, f"{source}: the file is empty."
+    found = "a list" if isinstance(value, list) else show(value)
+    return 1, f"{source}:1: a recipe is a list of `key: value` lines, and this is {found}."
 
 
-def _recipe_error(faults: list[_Fault]) -> RecipeError:
-    """All faults in the order of the file, those of the overrides last."""
-    one = len(faults) == 1
-    hint = f"Correct {'this line' if one else f'these {len(faults)} lines'}; `finetune schema` shows every field."
-    return RecipeError("\n".join(text for _, text in sorted(faults, key=lambda fault: fault[0])) + "\n", hint)
-
-
-def _apply(override: str, line: int, value: dict[str, Any], where: _Places) -> list[_Fault]:
+def _apply(override: str, line: int, value: dict[str, Any], where: Places) -> list[Fault]:
     """Put one `a.b=c` into the raw mapping; the strict check comes afterwards, with the file's."""
     key, equals, text = override.partition("=")
     source = f"--set {override}"
@@ -314,7 +304,7 @@ def _apply(override: str, line: int, value: dict[str, Any], where: _Places) -> l
         below = here.setdefault(part, {})
         where.setdefault(keys[:depth], (line, source))
         if not isinstance(below, dict):
-            return [(line, f"{source}: '{'.'.join(keys[:depth])}' is {_show(below)} and has no fields.")]
+            return [(line, f"{source}: '{'.'.join(keys[:depth])}' is {show(below)} and has no fields.")]
         here = below
     here[keys[-1]] = parsed.value
     stale = [path for path in where if path[: len(keys)] == keys]
@@ -327,199 +317,6 @@ def _apply(override: str, line: int, value: dict[str, Any], where: _Places) -> l
 def dump_recipe(recipe: Recipe) -> str:
     """A recipe as YAML text that `parse_recipe` reads back to the same value."""
     return strict_yaml.dump(recipe.model_dump(mode="json"))
-
-
-# -------------------------------------------------------------------------------------------------------- messages
-
-_Key = str | int
-_BOUNDS = {
-    "greater_than_equal": "must be at least {ge}",
-    "greater_than": "must be above {gt}",
-    "less_than_equal": "must be at most {le}",
-    "less_than": "must be below {lt}",
-}
-
-
-def _faults(error: ValidationError, value: dict[str, Any], where: _Places) -> list[_Fault]:
-    """One fault per faulty place: several pydantic errors of one union field are one, a key and its near miss too."""
-    items = [(_path_of(item, value), item) for item in error.errors()]
-    meant = {(*path[:-1], _meant(path, value)) for path, item in items if item["type"] == "extra_forbidden"}
-    messages: dict[strict_yaml.Path, str] = {}
-    for path, item in items:
-        if item["type"] == "missing" and path in meant:
-            continue
-        if path not in messages or item["type"] in _BOUNDS:
-            messages[path] = _sentence(item, path, value)
-    around = {path[:n] for path in messages for n in range(len(path))}
-    faults = []
-    for path, message in messages.items():
-        if path not in around:
-            line, place = next(where[path[:n]] for n in range(len(path), -1, -1) if path[:n] in where)
-            faults.append((line, f"{place}: {message}"))
-    return faults
-
-
-def _path_of(item: Any, value: dict[str, Any]) -> strict_yaml.Path:
-    """The place in the file that an error is about; for an unknown or missing `kind` the key or its near miss."""
-    path = _in_file(item["loc"], value, missing=item["type"] == "missing")
-    if item["type"] == "union_tag_invalid":
-        return (*path, "kind")
-    if item["type"] == "union_tag_not_found" and isinstance(item["input"], dict):
-        return (*path, next((key for key in item["input"] if _nearest(key, ["kind"])), "kind"))
-    return path
-
-
-def _in_file(loc: tuple[_Key, ...], value: Any, *, missing: bool) -> strict_yaml.Path:
-    """pydantic's location without the union tags it inserts ('method', 'lora', 'rank' -> 'method', 'rank')."""
-    path: list[_Key] = []
-    for number, key in enumerate(loc):
-        last = number == len(loc) - 1
-        if isinstance(value, dict) and (key in value or (missing and last)):
-            path.append(key)
-            value = value.get(str(key))
-        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-            path.append(key)
-            value = value[key]
-    return tuple(path)
-
-
-def _sentence(item: Any, path: strict_yaml.Path, root: dict[str, Any]) -> str:
-    name = ".".join(str(part) for part in path) or "the recipe"
-    kind = item["type"]
-    if kind == "extra_forbidden":
-        return _unknown_key(path, root)
-    if kind == "missing":
-        described = _field(path, root)
-        return f"'{name}' is missing. {described.description if described else ''}".strip()
-    if kind == "union_tag_invalid":
-        return f"method.kind is {_show(item['input'].get('kind'))}; it must be full, lora or qlora."
-    if kind == "union_tag_not_found":
-        if path[-1] not in ("method", "kind"):
-            return _unknown_key(path, root)
-        return "method.kind is missing; it must be full, lora or qlora."
-    got = item["input"] if path else root
-    described = _field(path, root)
-    said = f" {described.description}" if described and described.description else ""
-    if kind in _BOUNDS:
-        bound = {word: int(n) if float(n).is_integer() else n for word, n in item["ctx"].items()}
-        return f"{name} is {_show(got)} but {_BOUNDS[kind].format(**bound)}.{said}"
-    if kind == "value_error":
-        return f"{name} is {_show(got)}: {item['ctx']['error']}.{said}"
-    if near := _near_choice(got, described):
-        return f"{name} cannot be {_show(got)}; did you mean '{near}'?{said}"
-    return f"{name} cannot be {_show(got)}.{said}{_hint(got, described)}"
-
-
-def _near_choice(got: Any, described: FieldInfo | None) -> str | None:
-    choices = _choices(described.annotation) if described else []
-    return _nearest(got, choices) if isinstance(got, str) and got not in choices else None
-
-
-def _choices(annotation: Any) -> list[str]:
-    """All words a field's type admits."""
-    if getattr(annotation, "__origin__", None) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    return [choice for part in get_args(annotation) if not isinstance(part, str) for choice in _choices(part)]
-
-
-def _types(annotation: Any) -> list[Any]:
-    """The types a field admits: unions opened, `list` for any list."""
-    origin = get_origin(annotation)
-    if origin is list or origin is Literal:
-        return [origin]
-    parts = get_args(annotation)[: 1 if origin is Annotated else None]
-    return [kind for part in parts for kind in _types(part)] if parts else [annotation]
-
-
-def _hint(got: Any, described: FieldInfo | None) -> str:
-    """Why a value that looks right is not: quotes, a comma, a YAML 1.1 word, a number for text."""
-    admits = _types(described.annotation) if described else []
-    if isinstance(got, float) and got.is_integer() and int in admits:
-        return f" Write {int(got)}."
-    if isinstance(got, (int, float)) and str in admits:
-        return f" Write it in quotes if it is text: '{_show(got)}'."
-    return _hint_for_text(got.strip(), admits) if isinstance(got, str) and got.strip() else ""
-
-
-def _hint_for_text(got: str, admits: list[Any]) -> str:
-    plain = strict_yaml.scalar(got)
-    if bool in admits and got.lower() in ("yes", "no", "on", "off"):
-        return f" '{got}' is text here; write {'true' if got.lower() in ('yes', 'on') else 'false'}."
-    if type(None) in admits and got == "None":
-        return " 'None' is text here; write null."
-    if type(plain) in admits or (isinstance(plain, int) and float in admits):
-        return f" It stands in quotes and is text; write {got} without them."
-    if float in admits and re.fullmatch(r"[0-9]+,[0-9]+", got):
-        return f" Write the decimal point as {got.replace(',', '.')}."
-    return f" Write a list as [{got}]." if list in admits else ""
-
-
-def _unknown_key(path: strict_yaml.Path, root: dict[str, Any]) -> str:
-    key, parent = str(path[-1]), path[:-1]
-    model = _model_at(parent, root)
-    inside = f"in '{'.'.join(str(part) for part in parent)}'" if parent else "at the top level"
-    if near := _meant(path, root):
-        return f"'{key}' is not known {inside}; did you mean '{near}'?"
-    homes = [home for home in _homes(key) if home.rpartition(".")[0] != ".".join(map(str, parent))]
-    if homes:
-        place = f"it belongs in '{homes[0]}'" if "." in homes[0] else f"'{homes[0]}' stands at the top level"
-        return f"'{key}' is not known {inside}; {place}."
-    fields = ", ".join(model.model_fields) if model else ""
-    return f"'{key}' is not known {inside}; known are {fields}."
-
-
-def _meant(path: strict_yaml.Path, root: dict[str, Any]) -> str | None:
-    """The field beside an unknown key that it is a near miss of."""
-    model = _model_at(path[:-1], root)
-    return _nearest(str(path[-1]), model.model_fields) if model else None
-
-
-def _models() -> dict[str, list[type[_Part]]]:
-    return {
-        "": [Recipe], "load": [Load], "method": [LoRA, QLoRA, Full], "data": [Data], "train": [Train],
-        "evaluate": [Evaluate], "merge": [Merge], "serve": [Serve],
-    }  # fmt: skip
-
-
-def _homes(key: str) -> Iterable[str]:
-    """Dotted places where a field of (nearly) this name exists."""
-    for parent, models in _models().items():
-        for model in models:
-            if near := _nearest(key, model.model_fields, cutoff=0.85):
-                yield f"{parent}.{near}".lstrip(".")
-
-
-def _model_at(path: strict_yaml.Path, root: dict[str, Any]) -> type[_Part] | None:
-    name = ".".join(str(part) for part in path)
-    models = _models().get(name)
-    if name == "method":
-        kind = root["method"].get("kind") if isinstance(root.get("method"), dict) else None
-        known: dict[Any, type[_Part]] = {"full": Full, "lora": LoRA}
-        return known.get(kind if isinstance(kind, str) else None, QLoRA)
-    return models[0] if models else None
-
-
-def _field(path: strict_yaml.Path, root: dict[str, Any]) -> FieldInfo | None:
-    for depth in range(len(path), 0, -1):
-        model = _model_at(path[: depth - 1], root)
-        if model and (found := model.model_fields.get(str(path[depth - 1]))):
-            return found
-    return None
-
-
-def _nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "empty"
-    if isinstance(value, dict):
-        return "a group of fields"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"'{value}'" if isinstance(value, str) else str(value)
 
 
 def schema() -> dict[str, Any]:

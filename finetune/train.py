@@ -18,6 +18,7 @@ from finetune.errors import FinetuneError, Interrupted
 from finetune.evaluate import check_questions, evaluate
 from finetune.facts import Facts, read_facts
 from finetune.generate import Speaker
+from finetune.launch import check_launched
 from finetune.model import load_model, load_tokenizer, model_folder
 from finetune.plan import Plan, require_fit, resolve
 from finetune.recipe import Full, Recipe
@@ -39,6 +40,7 @@ def train(
     Raises `InputError` for what the user can put right, `DoesNotFit` when the plan is larger than the device, and
     `Interrupted` after Ctrl-C, with a checkpoint to go on from.
     """
+    check_launched()
     if output is not None:
         check_output(Path(output))
     facts = read_facts(recipe.model, recipe.load.revision)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from finetune.errors import ModelError
 
@@ -69,11 +69,80 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its tensors in file order, and the text fields of its header."""
+    """One file: its tensors by name, and the text fields of its header."""
 
     file: Path
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
+
+
+Fault = Literal["no room", "pointer", "garbled", "length"]
+
+
+class HeaderError(Exception):
+    """Why a file is no whole safetensors file. `read_shard` and `facts` each tell their user what that means.
+
+    "no room"   the header would end at byte `claimed` of a file of `size` bytes
+    "pointer"   the same, because a Git LFS pointer lies in the file's place
+    "garbled"   the header is not what the format says
+    "length"    the last tensor should end at byte `claimed` of a file of `size` bytes
+    """
+
+    def __init__(self, fault: Fault, claimed: int = 0, size: int = 0) -> None:
+        self.fault, self.claimed, self.size = fault, claimed, size
+        super().__init__(fault)
+
+
+def read_header(file: Path) -> Shard:
+    """The header of one safetensors file, its tensors in the header's own order, checked against the file's size.
+
+    Raises `HeaderError` for a file that is cut short or no safetensors file, and `OSError` when it cannot be opened.
+    """
+    with file.open("rb") as source:
+        size = os.fstat(source.fileno()).st_size
+        start = source.read(8)
+        end = 8 + int.from_bytes(start, "little")
+        if size < 8 or end > size:
+            raise HeaderError("pointer" if start == b"version " else "no room", end, size)
+        text = source.read(end - 8)
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        tensors = {name: _tensor(file, name, item, end) for name, item in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise HeaderError("garbled") from None
+    end = max((tensor.start + tensor.size for tensor in tensors.values()), default=end)
+    if end != size:
+        raise HeaderError("length", end, size)
+    return Shard(file, tensors, metadata)
+
+
+def _tensor(file: Path, name: str, item: Any, offset: int) -> Tensor:
+    begin, end = item["data_offsets"]
+    dtype, shape = item["dtype"], tuple(item["shape"])
+    if dtype in WIDTH and math.prod(shape) * WIDTH[dtype] != end - begin:
+        raise ValueError(f"{dtype} of shape {shape} in {end - begin} bytes")
+    return Tensor(file, name, dtype, shape, offset + begin, end - begin)
+
+
+def read_shard(file: Path) -> Shard:
+    """The header of one safetensors file, its tensors in file order, checked against the file's size.
+
+    Raises `ModelError` naming the file when it is missing, cut short, or not a safetensors file.
+    """
+    try:
+        shard = read_header(file)
+    except FileNotFoundError:
+        raise ModelError(f"The weights file {file} is missing.", "Download or copy it again.") from None
+    except HeaderError as error:
+        if error.fault == "garbled":
+            raise ModelError(f"{file} is not a safetensors file.", "Download or convert it again.") from None
+        what = f"it has {error.size:,} bytes and its header alone claims {error.claimed:,}"
+        if error.fault == "length":
+            what = f"its header claims {error.claimed:,} bytes and the file has {error.size:,}"
+        raise _incomplete(file, what) from None
+    in_file_order = sorted(shard.tensors.items(), key=lambda entry: entry[1].start)
+    return Shard(file, dict(in_file_order), shard.metadata)
 
 
 def _incomplete(file: Path, what: str) -> ModelError:
@@ -81,43 +150,6 @@ def _incomplete(file: Path, what: str) -> ModelError:
         f"The weights file {file} is incomplete: {what}.",
         "Download or copy this file again; for a git-lfs pointer run `git lfs pull`.",
     )
-
-
-def _unreadable(file: Path) -> ModelError:
-    return ModelError(f"{file} is not a safetensors file.", "Download or convert it again.")
-
-
-def read_shard(file: Path) -> Shard:
-    """The header of one safetensors file, checked against the file's size.
-
-    Raises `ModelError` naming the file when it is missing, cut short, or not a safetensors file.
-    """
-    try:
-        with file.open("rb") as source:
-            total = os.fstat(source.fileno()).st_size
-            length = int.from_bytes(source.read(8), "little")
-            if total < 8 or 8 + length > total:
-                raise _incomplete(file, f"it has {total:,} bytes and its header alone claims {8 + length:,}")
-            header = json.loads(source.read(length))
-        metadata = header.pop("__metadata__", {})
-        tensors = [_tensor(file, name, item, 8 + length) for name, item in header.items()]
-    except FileNotFoundError:
-        raise ModelError(f"The weights file {file} is missing.", "Download or copy it again.") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _unreadable(file) from None
-    tensors.sort(key=lambda tensor: tensor.start)
-    end = max((tensor.start + tensor.size for tensor in tensors), default=8 + length)
-    if end != total:
-        raise _incomplete(file, f"its header claims {end:,} bytes and the file has {total:,}")
-    return Shard(file, {tensor.name: tensor for tensor in tensors}, metadata)
-
-
-def _tensor(file: Path, name: str, item: Any, offset: int) -> Tensor:
-    begin, end = item["data_offsets"]
-    dtype, shape = item["dtype"], tuple(item["shape"])
-    if dtype in WIDTH and math.prod(shape) * WIDTH[dtype] != end - begin:
-        raise _unreadable(file)
-    return Tensor(file, name, dtype, shape, offset + begin, end - begin)
 
 
 def read_model(folder: Path) -> list[Shard]:

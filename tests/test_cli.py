@@ -169,7 +169,7 @@ def test_a_wrong_recipe(door: Door) -> None:
                                     "Did you mean 'gemma2b-qlora'? `finetune recipes` lists them."]),
         (["plan", "smollm2-lora", "--device", "24"], ["'24' has no unit.",
                                                       "Write 24GB (1e9 bytes) or 24GiB (2**30 bytes)."]),
-        (["plan", "smollm2-lora", "--json", "--set", "train.batch_size=5"], [
+        (["plan", "smollm2-lora", "--json", "--set", "train.batch_size=5", "--set", "train.micro_batch=4"], [
             "train.batch_size 5 is no multiple of 4 rows x 1 devices.",
             "Set train.micro_batch to a divisor, or train.batch_size to 4."]),
         (["train"], ["`train` takes a RECIPE or --resume RUN.", "Write `finetune train smollm2-lora`, for example."]),

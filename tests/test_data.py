@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from finetune.data import Prepared, Rows, find, prepare, read_messages, row_hash
+from finetune.data import Prepared, Rows, prepare, read_messages, row_hash
 from finetune.errors import DataError
+from finetune.files import find
 from finetune.recipe import Data, Recipe
 from tests.tiny import tiny_tokenizer
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import ModelError
-from finetune.facts import GROUPS, Facts, Linear, Tensor, bundled_models, dtype_bytes, group_of, read_facts
+from finetune.facts import Facts, Linear, bundled_models, read_facts
+from finetune.tensors import GROUPS, Tensor, dtype_bytes, group_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,6 +49,7 @@ SHAPES: dict[str, list[int]] = {
     "lm_head.weight": [12, 8],
 }
 TINY = 12 * 8 + 2 * (2 * 8 * 8 + 2 * 4 * 8 + 3 * 16 * 8 + 2 * 8) + 8 + 12 * 8
+MISFIT = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'  # two values in the bytes of one
 
 
 def write_safetensors(path: Path, shapes: dict[str, list[int]], dtype: str = "BF16") -> Path:
@@ -275,6 +277,7 @@ def test_a_truncated_file_shows_both_sizes(tmp_path: Path):
         (struct.pack("<Q", 4) + b"oops", "header"),
         (struct.pack("<Q", 2) + b"[]", "header"),
         (struct.pack("<Q", 9) + b'{"a": {}}', "header"),
+        (struct.pack("<Q", len(MISFIT)) + MISFIT + bytes(4), "header"),
     ],
 )
 def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, says: str):

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer
 
 from finetune.adapter_file import lora_scale, pattern_value
 from finetune.errors import FinetuneError, InputError, ModelError, RunError
 from finetune.merge import Merged, merge_adapter
 from finetune.model_files import repair_generation
 from finetune.weight_files import fingerprint, read_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 Q = "model.layers.0.self_attn.q_proj"
 IDS = torch.arange(30, 60)[None]
@@ -699,8 +699,11 @@ PRELUDE = """
 import sys
 sys.path[:0] = [{source!r}]
 from pathlib import Path
-from finetune import merge, weight_files
+import finetune.merge
+from finetune import weight_files
 from finetune.merge_layout import Architecture
+
+merge = sys.modules["finetune.merge"]  # `finetune.merge` itself is the verb
 
 answer = Architecture(False, "model.embed_tokens.weight", "lm_head.weight", "model", False, False)
 merge.read_architecture = lambda base: answer

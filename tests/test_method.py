@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import InputError
-from finetune.facts import Facts, Tensor, read_facts
+from finetune.facts import Facts, read_facts
 from finetune.method import (
     AdapterShape,
     Storage,
@@ -24,6 +24,7 @@ from finetune.method import (
     trainable_parameters,
 )
 from finetune.recipe import Full, LoRA, QLoRA
+from finetune.tensors import Tensor
 
 GEMMA, LLAMA = "google/gemma-2-2b", "meta-llama/Llama-2-7b-hf"
 FULL = Full(kind="full")

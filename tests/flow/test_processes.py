@@ -88,3 +88,27 @@ def test_a_batch_that_does_not_divide_is_refused(base: Path, rows: Path, tmp_pat
     )  # fmt: skip
     assert done.returncode == 2
     assert "no multiple of 2 rows x 2 devices" in done.stderr
+
+
+def test_the_launcher_that_starts_one_process_instead_of_two_is_refused(
+    base: Path, rows: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(recipe_text(base, rows))
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "--mixed_precision", "no", "-m", "finetune", "train", str(file)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "has started one" in done.stderr
+    assert not (tmp_path / "runs").exists()
