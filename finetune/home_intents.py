@@ -111,7 +111,7 @@ VOCABULARY: dict[str, tuple[str, str]] = {
     ),
     "fan": ("ceiling fan, tower fan, exhaust fan, pedestal fan", "box fan, desk fan"),
     "media_player": ("tv, soundbar, speaker, projector, radio", "stereo, record player"),
-    "cover": ("left blind, roller shutter, awning, sun shade, bay window curtain", "skylight, right blind"),
+    "cover": ("left blind, roller shutter, canopy, sun shade, bay window curtain", "skylight, right blind"),
     "lock": ("front door, back door, side gate, mailbox", "main gate, safe"),
     "climate": (
         "thermostat, heater, radiator, air conditioner, towel warmer, boiler, hot tub, underfloor heating",

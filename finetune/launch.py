@@ -44,7 +44,7 @@ def check_launched() -> None:
     """
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
         raise InputError(
-            "`accelerate launch` was asked for several processes and has started one: with --cpu it ignores the number.",
+            "`accelerate launch` was asked for several processes and has started one; with --cpu it always does.",
             "Use `finetune launch -n 2 train ...`, or the accelerate line under 'Several processes' in the README.",
         )
 
