@@ -65,6 +65,14 @@ class Record(TrainerCallback):
             step=state.global_step, epoch=logs.get("epoch"), **shown, seconds=round(self.clock.seconds, 3)
         )
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # The loss is logged, and so found finite, before weights are saved; nothing is left unlogged at the end.
+        if control.should_save or state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_log = True
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         _wait_for_all()
         if state.is_world_process_zero:
@@ -124,6 +132,10 @@ class Interrupt(TrainerCallback):
         if _any_process(self.asked):
             self.asked = True
             control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.asked:  # the step has been saved already
+            control.should_save = control.should_evaluate = False
 
 
 class Progress(TrainerCallback):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from typer.core import TyperGroup
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -137,20 +137,23 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a recipe and leave a run folder."""
-    from finetune.errors import InputError
-    from finetune.run import open_run
+    from finetune.launch import use_one_card
+    from finetune.run import check_output, open_run
 
     if (recipe is None) == (resume is None):
         raise InputError(
             "`train` takes a RECIPE or --resume RUN.", "Write `finetune train smollm2-lora`, for example."
         )
     if resume is not None:
+        if set_ or output is not None:
+            raise InputError("A resumed run keeps its recipe and its folder.", "Leave out --set and --output.")
         unfinished = open_run(resume)
         loaded, name, output = unfinished.recipe(), unfinished.name, unfinished.folder
-        if set_:
-            raise InputError("A resumed run keeps its recipe.", "Leave out --set, or start a new run.")
     else:
         loaded, name = _load(str(recipe), set_), Path(str(recipe)).stem
+        if output is not None:
+            check_output(output)  # before the libraries are loaded
+    use_one_card()
     with _stdout_for_json(as_json):
         from finetune.train import train as run_training
 
@@ -365,8 +368,10 @@ def main() -> None:
     except FinetuneError as error:
         if "--debug" in sys.argv:
             raise
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"finetune: {error.what.rstrip()}\n{error.hint}\n".rstrip() + "\n")
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not isinstance(error, InputError):  # wrong input is the same on every process
+            who = "finetune" if rank == "0" else f"finetune, process {rank}"
+            sys.stderr.write(f"{who}: {error.what.rstrip()}\n{error.hint}\n".rstrip() + "\n")
         sys.exit(error.exit_code)
     except Exception as error:
         if "--debug" in sys.argv:

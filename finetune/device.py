@@ -60,8 +60,18 @@ def this_device(count: int | None = None) -> Device:
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes") and (card := _first_card()):
         name, memory, bf16 = card
         return Device("cuda", name, memory, bf16, processes)
+    return cpu_device(processes)
+
+
+def cpu_device(processes: int = 1) -> Device:
+    """This machine's CPU with the memory that one of `processes` may use: of the machine, or of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("cpu", f"CPU, {os.cpu_count()} cores", memory, _cpu_has_bf16(), processes)
+    try:
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        pass  # no container, or one without a limit
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Device("cpu", f"CPU, {os.cpu_count()} cores", memory // here, _cpu_has_bf16(), processes)
 
 
 def named_device(name: str) -> Device:

@@ -13,7 +13,7 @@ from finetune.data import read_messages
 from finetune.errors import InputError
 from finetune.formats import Message
 from finetune.generate import Answer, Speaker, load_speaker
-from finetune.recipe import Evaluate, Recipe
+from finetune.recipe import Evaluate, Full, Recipe
 from finetune.run import Run, open_run, replace_text
 from finetune.scores import Scores, score
 
@@ -49,7 +49,8 @@ class Evaluation:
 def evaluate(run: Run | str | Path, *, rows: int | None = None, speaker: Speaker | None = None) -> Evaluation:
     """Score a finished run on its recipe's held-out rows and write evaluation.json and answers.jsonl beside it.
 
-    `speaker` is the trained model when it is in memory already. Raises `InputError` when the recipe names no rows.
+    `speaker` is the model with its adapter when it is in memory already. Raises `InputError` when the recipe names no
+    rows.
     """
     run = run if isinstance(run, Run) else open_run(run)
     recipe = run.recipe()
@@ -61,15 +62,18 @@ def evaluate(run: Run | str | Path, *, rows: int | None = None, speaker: Speaker
         )
     rows = rows or asked.rows
     prompts, references = _questions(asked.data, recipe, rows)
-    tuned = speaker or load_speaker(run.folder)
-    # An adapter can be switched off; after full fine-tuning the untrained model has to be loaded again.
-    adapter = hasattr(tuned.model, "disable_adapter")
-    untrained = tuned if adapter else load_speaker(run.folder, base=True)
+    # An adapter can be switched off; after full fine-tuning the two models are loaded one after the other.
+    full = isinstance(recipe.method, Full)
+    untrained = load_speaker(run.folder, base=True) if full else speaker or load_speaker(run.folder)
     arms = [_ask("untrained, zero-shot", untrained, prompts, references, asked, bare=True)]
-    if asked.few_shot:
-        shown = _with_examples(prompts, recipe, asked.few_shot)
-        arms.append(_ask(f"untrained, {asked.few_shot}-shot", untrained, shown, references, asked, bare=True))
-    del untrained
+    examples = _examples(recipe, asked.few_shot)
+    if examples:
+        shown = [_with_examples(prompt, examples) for prompt in prompts]
+        arms.append(_ask(f"untrained, {len(examples)}-shot", untrained, shown, references, asked, bare=True))
+    tuned = untrained
+    if full:
+        del untrained, tuned
+        tuned = load_speaker(run.folder)
     arms.append(_ask("tuned", tuned, prompts, references, asked, bare=False))
     result = Evaluation([prompt[-1]["content"] for prompt in prompts], references, arms)
     _save(run, result)
@@ -113,18 +117,21 @@ def _questions(source: str, recipe: Recipe, rows: int) -> tuple[list[list[Messag
     return [c[:-1] for c in conversations], [c[-1]["content"] for c in conversations]
 
 
-def _with_examples(prompts: list[list[Message]], recipe: Recipe, count: int) -> list[list[Message]]:
-    """Each prompt with the same training rows before its last question, the first of each kind of reply."""
-    source = recipe.data.train if isinstance(recipe.data.train, str) else recipe.data.train[0]
+def _examples(recipe: Recipe, count: int) -> list[list[Message]]:
+    """Up to `count` training rows of one question and one reply, the first of each kind of reply."""
+    sources = [recipe.data.train] if isinstance(recipe.data.train, str) else recipe.data.train
     chosen: dict[str, list[Message]] = {}
-    for conversation in read_messages(source, recipe.data):
+    for conversation in (c for source in sources for c in read_messages(source, recipe.data)):
         turns = [m for m in conversation if m["role"] != "system"]
-        if len(turns) == 2:
+        if len(turns) == 2 and len(chosen) < count:
             chosen.setdefault(_kind(turns[1]["content"]), turns)
-        if len(chosen) == count:
-            break
-    examples = [message for turns in chosen.values() for message in turns]
-    return [[*p[:1], *examples, *p[1:]] if p[0]["role"] == "system" else [*examples, *p] for p in prompts]
+    return list(chosen.values())
+
+
+def _with_examples(prompt: list[Message], examples: list[list[Message]]) -> list[Message]:
+    """The prompt with the examples between its system message and its question."""
+    shown = [message for turns in examples for message in turns]
+    return [*prompt[:1], *shown, *prompt[1:]] if prompt[0]["role"] == "system" else [*shown, *prompt]
 
 
 def _kind(reply: str) -> str:

@@ -25,7 +25,13 @@ def launch_command(processes: int, arguments: Sequence[str], port: int) -> tuple
     environment: dict[str, str] = {}
     if this_device().kind == "cpu":
         threads = max(1, (os.cpu_count() or 1) // processes)
-        environment = {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
+        # A step and its checkpoint may take minutes on a CPU; torchrun would kill them 30 s after Ctrl-C.
+        environment = {
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+            "ACCELERATE_USE_CPU": "true",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(threads),
+        }
     return command, environment
 
 
@@ -37,11 +43,25 @@ def launch(processes: int, arguments: Sequence[str]) -> None:
     os.execv(command[0], command)
 
 
-def check_launched() -> None:
-    """Raise `InputError` when `accelerate launch --cpu --num_processes N` has started only one process.
+def use_one_card() -> None:
+    """Let a process that no launcher started see one card; transformers would split its batches over several."""
+    if "WORLD_SIZE" not in os.environ:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
-    It takes the launcher for a single process then, which sets a rendezvous address for N > 1 but no world size.
+
+def check_launched() -> None:
+    """Raise `InputError` for launchers whose word cannot be kept: sharding, and one process instead of several.
+
+    `accelerate launch --cpu --num_processes N` takes the launcher for a single process, which sets a rendezvous
+    address for N > 1 but no world size.
     """
+    for name, what in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if os.environ.get(name, "").lower() in ("1", "true", "yes"):
+            raise InputError(
+                f"Accelerate's configuration asks for {what}, which is not supported yet.",
+                "Start with `finetune launch`, or choose multi-GPU without sharding in `accelerate config`.",
+            )
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
         raise InputError(
             "`accelerate launch` was asked for several processes and has started one; with --cpu it always does.",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import embedded, method
+from finetune.device import Device, cpu_device
 from finetune.errors import FinetuneError, InputError, ModelError
 from finetune.facts import Facts
 from finetune.recipe import Full, QLoRA, Recipe
@@ -96,7 +98,12 @@ def load_base(recipe: Recipe, folder: Path, *, quantized: bool = True) -> PreTra
     if quantized and isinstance(recipe.method, QLoRA):
         options["quantization_config"] = method.quantization_config(recipe.method, recipe.method.compute_dtype)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
+        return _trainable_4_bit(AutoModelForCausalLM.from_pretrained(folder, **options))
+    except ImportError as error:
+        raise InputError(
+            f"load.attention {recipe.load.attention} needs a package that is not here ({_first_line(error)}).",
+            "Install it, or set load.attention: sdpa or eager.",
+        ) from None
     except torch.OutOfMemoryError as error:
         raise FinetuneError(
             f"The weights of {recipe.model} do not fit on the device ({_first_line(error)}).",
@@ -107,6 +114,17 @@ def load_base(recipe: Recipe, folder: Path, *, quantized: bool = True) -> PreTra
             f"The weights of {recipe.model} cannot be read from {folder} ({_first_line(error)}).",
             "Check that the folder holds config.json and every safetensors shard.",
         ) from None
+
+
+def _trainable_4_bit(model: PreTrainedModel) -> PreTrainedModel:
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16.
+
+    It does so in place at the first forward pass of an evaluation, and every backward pass after that is wrong.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  (types know no such name)
+    return model
 
 
 def load_model(recipe: Recipe, folder: Path, facts: Facts) -> PreTrainedModel | PeftModel:
@@ -144,10 +162,25 @@ def trained_in_fp32(model: Any) -> None:
             parameter.data = parameter.data.float()
 
 
+def real_device() -> Device:
+    """The device this process trains on, as torch sees it: the driver's tool may be missing or list other cards."""
+    import torch
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if training_device() == "cpu":
+        return cpu_device(processes)
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise InputError(
+            f"Process {index + 1} of this machine has no card; there are {torch.cuda.device_count()}.",
+            "Start as many processes as there are cards.",
+        )
+    card = torch.cuda.get_device_properties(index)
+    return Device("cuda", card.name, card.total_memory, card.major >= 8, processes)
+
+
 def training_device() -> str:
     """`cuda:<local rank>` where there is a card and the launcher did not ask for the CPU, else `cpu`."""
-    import os
-
     import torch
 
     if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
@@ -157,8 +190,6 @@ def training_device() -> str:
 
 def _reason(error: Exception) -> str:
     """Offline by the user's own setting, or what the connection said."""
-    import os
-
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
     return _first_line(error).removeprefix("Got: ")

@@ -121,9 +121,16 @@ def resolve(recipe: Recipe, facts: Facts, device: Device) -> tuple[Recipe, Plan]
     settle("train", "checkpointing", checkpointing, _why_checkpointing(checkpointing))
     micro = int(recipe.train.micro_batch)
     if recipe.train.batch_size % (micro * device.count):
+        below = recipe.train.batch_size // (micro * device.count) * micro * device.count
+        fitting = " or ".join(str(n) for n in (below, below + micro * device.count) if n)
         raise InputError(
             f"train.batch_size {recipe.train.batch_size} is no multiple of {micro} rows x {device.count} devices.",
-            f"Set train.micro_batch to a divisor, or train.batch_size to {micro * device.count}.",
+            f"Set train.batch_size to {fitting}, or give another train.micro_batch.",
+        )
+    if device.kind == "cpu" and (recipe.train.precision == "fp16" or recipe.load.attention == "flash_attention_2"):
+        raise InputError(
+            f"train.precision {recipe.train.precision} with load.attention {recipe.load.attention} needs a GPU.",
+            "Set both to auto.",
         )
     planned = Plan(
         recipe.model,

@@ -111,10 +111,12 @@ class Run:
             _sync(file)
         replace_text(saved / MARKER, json.dumps({"step": step, "files": sizes}, indent=1))
         target = self.checkpoints / f"step-{step}"
+        old = target.with_name(f"old-{target.name}")
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(old)
         saved.rename(target)
         _sync(self.checkpoints)
+        shutil.rmtree(old, ignore_errors=True)
         for old in self.complete_checkpoints()[:-keep]:
             shutil.rmtree(old)
         return target

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -13,13 +15,13 @@ from typing import Any
 from finetune import __version__, chat
 from finetune.callbacks import Interrupt, memory_in_use
 from finetune.data import Prepared, prepare
-from finetune.device import Device, this_device
-from finetune.errors import FinetuneError, Interrupted
+from finetune.device import Device
+from finetune.errors import FinetuneError, Interrupted, RunError
 from finetune.evaluate import check_questions, evaluate
 from finetune.facts import Facts, read_facts
 from finetune.generate import Speaker
 from finetune.launch import check_launched
-from finetune.model import load_model, load_tokenizer, model_folder
+from finetune.model import load_model, load_tokenizer, model_folder, real_device
 from finetune.plan import Plan, require_fit, resolve
 from finetune.recipe import Full, Recipe
 from finetune.run import Run, check_output, lock, open_or_create
@@ -44,7 +46,8 @@ def train(
     if output is not None:
         check_output(Path(output))
     facts = read_facts(recipe.model, recipe.load.revision)
-    device = this_device()
+    device = real_device()
+    _join(device)
     recipe, plan = resolve(recipe, facts, device)
     require_fit(plan)
     _tell_plan(plan, say)
@@ -60,23 +63,31 @@ def train(
     run, resumed = _same_folder_everywhere(recipe, name, output, device)
     with _lock(run), Interrupt() as interrupt:
         if _first():
+            _check_same_rows(run, data)
             run.write("plan.json", plan.document())
             run.write("data.json", data.counts)
         trainer = build_trainer(recipe, model, tokenizer, data, run, device, interrupt)
         say(f"Training on {device.count} process{'es' * (device.count > 1)} ({device.name}) into {run.folder}")
         checkpoint = _checkpoint(run, say) if resumed else None
-        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if interrupt.asked:
+        loss = trainer.fit(checkpoint)
+        if trainer.state.global_step < trainer.state.max_steps:
             raise _interrupted(run, trainer)
+        if not math.isfinite(loss):
+            raise FinetuneError(f"The mean loss is {loss}.", "Lower train.learning_rate and train again.")
         if _first():
             _save(run, trainer, tokenizer, facts, recipe, documents=data.counts["format"] == "text")
-            result = _result(trainer, plan, data, outcome.training_loss)
+            result = _result(trainer, plan, data, loss)
             run.write("result.json", result)
             run.event("end", step=result["steps"])
             say(f"{result['steps']} steps in {result['train_seconds']:.0f} s; mean loss {result['loss']:.3f}")
-            if recipe.evaluate and recipe.evaluate.after_training:
-                say(f"Asking {recipe.evaluate.rows} held-out questions, of the untrained model and of the tuned one")
-                evaluate(run, speaker=Speaker(trainer.accelerator.unwrap_model(trainer.model), tokenizer))
+    if _first() and recipe.evaluate and recipe.evaluate.after_training:
+        say(f"Asking {recipe.evaluate.rows} held-out questions, of the untrained model and of the tuned one")
+        if isinstance(recipe.method, Full):  # gradients and moments would not leave room for a second model
+            del trainer, model
+            gc.collect()
+            evaluate(run)
+        else:
+            evaluate(run, speaker=Speaker(trainer.accelerator.unwrap_model(trainer.model), tokenizer))
     return run
 
 
@@ -106,6 +117,20 @@ def _same_folder_everywhere(recipe: Recipe, name: str, output: str | Path | None
     if device.count == 1:
         return open_or_create(recipe, name, output)
     import torch.distributed as dist
+
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        run, resumed = open_or_create(recipe, name, output)
+        box = [(str(run.folder), resumed)]
+    dist.broadcast_object_list(box, src=0)
+    return Run(Path(box[0][0])), bool(box[0][1])
+
+
+def _join(device: Device) -> None:
+    """Let the processes meet before anything is put on a device, so that each uses its own card."""
+    if device.count == 1:
+        return
+    import torch.distributed as dist
     from accelerate import PartialState
 
     PartialState(cpu=device.kind == "cpu")
@@ -114,12 +139,15 @@ def _same_folder_everywhere(recipe: Recipe, name: str, output: str | Path | None
             f"WORLD_SIZE says {device.count} processes, but they cannot reach each other.",
             "Start them with `finetune launch`, or see 'Several processes' in the README.",
         )
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        run, resumed = open_or_create(recipe, name, output)
-        box = [(str(run.folder), resumed)]
-    dist.broadcast_object_list(box, src=0)
-    return Run(Path(box[0][0])), bool(box[0][1])
+
+
+def _check_same_rows(run: Run, data: Prepared) -> None:
+    """A resumed run goes on with the very rows it began with. Raises `RunError` when a file has changed."""
+    before, now = run.read("data.json"), data.counts
+    if before and (before["files"], before["rows_trained"]) != (now["files"], now["rows_trained"]):
+        raise RunError(
+            f"The training rows have changed since {run.name} was started.", "Restore the file, or start a new run."
+        )
 
 
 def _first() -> bool:
@@ -135,7 +163,8 @@ def _checkpoint(run: Run, say: Say) -> Path | None:
     """The checkpoint to go on from; what is broken is named, and starting from zero is said aloud."""
     for broken in run.broken_checkpoints():
         say(f"  {broken.name} is incomplete and is left out")
-        run.event("broken checkpoint", folder=broken.name)
+        if _first():
+            run.event("broken checkpoint", folder=broken.name)
     last = run.last_checkpoint()
     say(f"Going on from {last.name}" if last else "No complete checkpoint there; starting from step 0")
     return last
@@ -192,18 +221,19 @@ def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Reci
 def _result(trainer: Trainer, plan: Plan, data: Prepared, loss: float) -> dict[str, Any]:
     history = trainer.state.log_history
     evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    tokens = next((entry["num_tokens"] for entry in reversed(history) if "num_tokens" in entry), 0)
+    tokens = int(trainer._total_train_tokens)
     seconds = trainer.clock.seconds
+    here = tokens - trainer.tokens_before
     return {
         "steps": trainer.state.global_step,
         "loss": loss,
         "last_loss": next((entry["loss"] for entry in reversed(history) if "loss" in entry), None),
         "eval_loss": evaluations[-1] if evaluations else None,
-        "tokens": int(tokens),
+        "tokens": tokens,
         "trained_tokens_per_epoch": data.train.trained_tokens,
         "train_seconds": round(seconds, 2),
         "seconds_to_first_step": round(trainer.clock.first_step or 0.0, 2),
-        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+        "tokens_per_second": round(here / seconds, 1) if seconds else None,
         "predicted_bytes": plan.total,
         "peak_bytes": memory_in_use(),
         "peak_is": "CUDA allocator" if plan.device.kind == "cuda" else "resident memory of the process",

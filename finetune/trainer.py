@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Imported by `train` only, when training starts.
@@ -13,7 +15,7 @@ from finetune.callbacks import Clock, FiniteLoss, Interrupt, Progress, Record
 from finetune.data import Prepared
 from finetune.device import Device
 from finetune.errors import FinetuneError, InputError
-from finetune.fast.head import supervised_loss
+from finetune.fast.head import IGNORED, supervised_loss
 from finetune.model import trained_in_fp32, training_device
 from finetune.recipe import Recipe
 from finetune.run import Run
@@ -33,10 +35,73 @@ class Trainer(SFTTrainer):
 
     model: Any
 
-    def __init__(self, *args: Any, clock: Clock, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, clock: Clock, progress: Progress, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.clock = clock
+        self.clock, self.progress = clock, progress
+        self.tokens_before = 0  # tokens trained before this process took over
         trained_in_fp32(self.model)
+
+    def fit(self, checkpoint: Path | None) -> float:
+        """Train, from a checkpoint if one is given, and return the mean loss over all steps of the run.
+
+        Raises `FinetuneError` when the memory does not suffice.
+        """
+        import torch
+        from transformers import TrainerState
+
+        try:
+            if checkpoint is None:
+                self.train()
+            else:
+                state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+                counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+                self._total_train_tokens = self.tokens_before = int(counts[-1]) if counts else 0
+                if state.global_step < state.max_steps:
+                    self.train(resume_from_checkpoint=str(checkpoint))
+                else:  # it was stopped after the last step; transformers would train one more
+                    self._load_from_checkpoint(str(checkpoint))
+                    self.state = state
+            return self._mean_loss()
+        except torch.OutOfMemoryError as error:
+            raise FinetuneError(
+                f"The device ran out of memory at step {self.state.global_step + 1} ({str(error).splitlines()[0]}).",
+                "Lower train.micro_batch or data.max_length, or set train.checkpointing: true.",
+            ) from None
+        finally:
+            self.progress.close()
+
+    def _mean_loss(self) -> float:
+        """Mean over steps: a log entry stands for the steps since the one before it."""
+        logged = [(entry["step"], entry["loss"]) for entry in self.state.log_history if "loss" in entry]
+        steps = [step for step, _ in logged]
+        weights = [step - before for step, before in zip(steps, [0, *steps], strict=False)]
+        return sum(w * loss for w, (_, loss) in zip(weights, logged, strict=True)) / max(1, sum(weights))
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """The loss per label, whatever the batches: a mean of batch means would hang on micro_batch and layout."""
+        import torch
+
+        self._evaluated = [0.0, 0.0]
+        output: Any = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        sums = self.accelerator.reduce(torch.tensor(self._evaluated, device=self.args.device), reduction="sum")
+        output.metrics[f"{metric_key_prefix}_loss"] = float(sums[0] / sums[1].clamp(min=1))
+        return output
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        labels = int((inputs["labels"][:, 1:] != IGNORED).sum())
+        loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
+        self._evaluated[0] += float(loss) * labels
+        self._evaluated[1] += labels
+        return loss, *rest
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -75,17 +140,27 @@ def build_trainer(
     """The trainer of a resolved recipe. Raises `FinetuneError` when fewer processes train than were started."""
     from transformers.trainer_callback import PrinterCallback
 
+    if "tensorboard" in recipe.train.report_to:  # its files belong beside the metrics, not among the checkpoints
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.folder / "tensorboard")
+    config = sft_config(
+        recipe, run, device, evaluates=data.eval is not None, flat=lays_rows_flat(model, recipe, device)
+    )
+    if config.n_gpu > 1:
+        raise InputError(
+            f"{config.n_gpu} cards are visible to one process, which would split its batches over them.",
+            "Set CUDA_VISIBLE_DEVICES to one card, or start a process per card with `finetune launch`.",
+        )
     clock = Clock()
+    progress = Progress(clock)
     trainer = Trainer(
         clock=clock,
+        progress=progress,
         model=model,
-        args=sft_config(
-            recipe, run, device, evaluates=data.eval is not None, flat=lays_rows_flat(model, recipe, device)
-        ),
+        args=config,
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.eval) if data.eval is not None else None,
         processing_class=tokenizer,
-        callbacks=[clock, Record(run, recipe.train.keep, clock), FiniteLoss(run), interrupt, Progress(clock)],
+        callbacks=[clock, interrupt, FiniteLoss(run), Record(run, recipe.train.keep, clock), progress],
     )
     trainer.remove_callback(PrinterCallback)
     if trainer.accelerator.num_processes != device.count:

@@ -171,7 +171,7 @@ def test_a_wrong_recipe(door: Door) -> None:
                                                       "Write 24GB (1e9 bytes) or 24GiB (2**30 bytes)."]),
         (["plan", "smollm2-lora", "--json", "--set", "train.batch_size=5", "--set", "train.micro_batch=4"], [
             "train.batch_size 5 is no multiple of 4 rows x 1 devices.",
-            "Set train.micro_batch to a divisor, or train.batch_size to 4."]),
+            "Set train.batch_size to 4 or 8, or give another train.micro_batch."]),
         (["train"], ["`train` takes a RECIPE or --resume RUN.", "Write `finetune train smollm2-lora`, for example."]),
         (["train", "--resume", "gone"], ["There is no run folder gone.",
                                          "There is no run in ./runs yet; `finetune train` makes one."]),

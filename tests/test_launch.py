@@ -35,7 +35,12 @@ def test_on_cpus_the_processes_share_the_cores(
     monkeypatch.setattr(module, "this_device", lambda: CPU)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     _, environment = launch_command(processes, ["train", "x"], 1)
-    assert environment == {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": threads}
+    assert environment == {
+        "ACCELERATE_USE_CPU": "true",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": threads,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    }
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan", "x"], ["--set", "a=b", "train", "x"]])
@@ -68,3 +73,23 @@ def test_the_door_hands_every_word_through() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "2 ['train', 'r', '--set', 'train.epochs=2', '--output', 'o', '--json']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "0"),
+        ({"CUDA_VISIBLE_DEVICES": "3,1"}, "3"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_a_process_alone_sees_one_card(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: str | None
+) -> None:
+    for name in ("WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    module.use_one_card()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == after

@@ -211,13 +211,13 @@ def test_a_model_reads_no_longer_rows_than_it_can() -> None:
     ("count", "batch", "micro", "message"),
     [
         (1, 16, 3, "train.batch_size 16 is no multiple of 3 rows x 1 devices."
-         " Set train.micro_batch to a divisor, or train.batch_size to 3."),
+         " Set train.batch_size to 15 or 18, or give another train.micro_batch."),
         (4, 16, 8, "train.batch_size 16 is no multiple of 8 rows x 4 devices."
-         " Set train.micro_batch to a divisor, or train.batch_size to 32."),
+         " Set train.batch_size to 32, or give another train.micro_batch."),
         (4, 6, "auto", "train.batch_size 6 is no multiple of 1 rows x 4 devices."
-         " Set train.micro_batch to a divisor, or train.batch_size to 4."),
+         " Set train.batch_size to 4 or 8, or give another train.micro_batch."),
         (8, 4, "auto", "train.batch_size 4 is no multiple of 1 rows x 8 devices."
-         " Set train.micro_batch to a divisor, or train.batch_size to 8."),
+         " Set train.batch_size to 8, or give another train.micro_batch."),
     ],
 )  # fmt: skip
 def test_a_batch_that_does_not_divide_is_refused(count: int, batch: int, micro: Any, message: str) -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.errors import RunError
 from finetune.run import Run
 from finetune.train import train
-from tests.flow.conftest import child, losses, recipe, recipe_text
+from tests.flow.conftest import chat_rows, child, losses, recipe, recipe_text, write_rows
 
 STEPS = "steps: 12, epochs: 2, save_every: 2, keep: 3"  # 24 rows, 4 a step: the second epoch begins at step 6
 
@@ -111,6 +112,27 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert any(newest.name in line and "incomplete" in line for line in said)
     assert "Going on from step-10" in said
     assert_same_end(run, straight)
+
+
+def test_a_run_that_was_stopped_after_its_last_step_only_finishes(tmp_path: Path, straight: Run) -> None:
+    run = Run(tmp_path / "run")
+    shutil.copytree(straight.folder, run.folder)
+    (run.folder / "result.json").unlink()
+    shutil.rmtree(run.adapter)
+    train(run.recipe(), output=run.folder)
+    assert_same_end(run, straight)
+    ours, theirs = run.read("result.json"), straight.read("result.json")
+    assert (ours["steps"], ours["tokens"]) == (theirs["steps"], theirs["tokens"]) == (12, theirs["tokens"])
+    assert ours["loss"] == pytest.approx(theirs["loss"])
+
+
+def test_rows_that_changed_are_not_gone_on_with(base: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", chat_rows(8))
+    run = train(recipe(base, file), output=tmp_path / "run")
+    (run.folder / "result.json").unlink()
+    write_rows(file, chat_rows(9)[1:])
+    with pytest.raises(RunError, match="rows have changed"):
+        train(run.recipe(), output=run.folder)
 
 
 def test_resume_with_qlora_is_exact_too(base: Path, rows: Path, tmp_path: Path) -> None:

@@ -137,6 +137,16 @@ def _with(whole: Recipe, **fields: Any) -> Recipe:
     return whole.model_copy(update={"train": whole.train.model_copy(update=fields)})
 
 
+def test_the_evaluation_loss_is_per_label_whatever_the_batches(base: Path, rows: Path, tmp_path: Path) -> None:
+    """micro_batch 1 pads nothing, 4 lays rows flat; the last batch is shorter than the others."""
+    found = []
+    for micro in (1, 2, 4):
+        whole = recipe(base, rows, data="eval: 0.3", train="steps: 1")
+        run = train(_with(whole, micro_batch=micro), output=tmp_path / str(micro))
+        found.append(run.read("result.json")["eval_loss"])
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+
+
 def test_checkpointing_changes_nothing_but_memory(base: Path, rows: Path, tmp_path: Path) -> None:
     plain = train(recipe(base, rows, train="steps: 3, checkpointing: false"), output=tmp_path / "plain")
     again = train(recipe(base, rows, train="steps: 3, checkpointing: true"), output=tmp_path / "again")
@@ -173,6 +183,17 @@ def test_a_loss_that_is_no_number_stops_the_run(base: Path, rows: Path, tmp_path
             output=tmp_path / "run",
         )
     assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_bad_loss_between_two_log_lines_is_found_before_anything_is_saved(
+    base: Path, rows: Path, tmp_path: Path
+) -> None:
+    whole = recipe(base, rows, "full")
+    bad = _with(whole, learning_rate=1e30, warmup=0.0, max_grad_norm=0.0, log_every=500)
+    with pytest.raises(FinetuneError, match="The loss at step"):
+        train(bad, output=tmp_path / "run")
+    assert not Run(tmp_path / "run").complete_checkpoints()
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_rows_without_a_reply_are_an_error_and_leave_nothing(base: Path, tmp_path: Path) -> None:
