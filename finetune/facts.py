@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,8 @@ class Facts:
     """A model in numbers.
 
     `tensors` are the parameters that exist once the model is loaded: an output head that shares the embedding's
-    weight (`tied`) and buffers that old files carry (rotary tables, causal masks) are not among them.
+    weight (`tied`) and buffers that old files carry (rotary tables, causal masks) are not among them. `config` is the
+    content of config.json.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Facts:
     max_position: int | None
     tied: bool
     tensors: tuple[Tensor, ...]
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def parameters(self) -> int:
@@ -151,8 +153,14 @@ def _facts(model: str, source: Source, config: Mapping[str, Any], tensors: Itera
         )
     model_type = text.get("model_type") or config.get("model_type") or "unknown"
     architecture = (config.get("architectures") or [model_type])[0]
-    blank = Facts(model, source, architecture, model_type, 0, 0, 0, 0, 0, 0, 0, None, tied, tuple(kept))
+    blank = Facts(model, source, architecture, model_type, 0, 0, 0, 0, 0, 0, 0, None, tied, tuple(kept), config)
     return _with_numbers(blank, text)
+
+
+def facts_of(model: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], dtype: str) -> Facts:
+    """Facts of a model that is known by its numbers only: the content of its config.json and its weights' shapes."""
+    tensors = [Tensor(name, tuple(shape), dtype) for name, shape in shapes.items()]
+    return _facts(model, "bundled", config, tensors)
 
 
 def _group(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -266,8 +274,7 @@ def _from_bundle(model: str) -> Facts:
     layers = range(content["config"]["num_hidden_layers"])
     shapes = dict(content["outside"])
     shapes |= {name.format(layer): shape for layer in layers for name, shape in content["layer"].items()}
-    tensors = [Tensor(name, tuple(shape), dtype) for name, shape in shapes.items()]
-    return _facts(model, "bundled", content["config"], tensors)
+    return facts_of(model, content["config"], shapes, dtype)
 
 
 def _from_gguf(path: Path, model: str) -> Facts:

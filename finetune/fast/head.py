@@ -18,18 +18,25 @@ if TYPE_CHECKING:
 IGNORED = -100
 
 
-def supervised_loss(model: Any, inputs: dict[str, Any], items: torch.Tensor | int | None = None) -> torch.Tensor:
+def supervised_loss(
+    model: Any,
+    inputs: dict[str, Any],
+    items: torch.Tensor | int | None = None,
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Cross entropy of `inputs["labels"]` [rows, length], summed and divided by `items` (default: the labels here).
 
     `model` is called with everything else in `inputs`; it may be wrapped. A batch without a single label gives zero.
+    `places` are row and column of every scored position, for a caller that knows them (a trace without values).
     """
     from torch.nn.functional import cross_entropy
 
     labels = inputs["labels"][:, 1:]
-    chosen = labels != IGNORED
+    if places is None:
+        places = (labels != IGNORED).nonzero(as_tuple=True)
 
     def fewer_rows(head: Any, arguments: tuple[Any, ...]) -> Any:
-        return (arguments[0][:, :-1][chosen].unsqueeze(0), *arguments[1:])
+        return (arguments[0][:, :-1][places].unsqueeze(0), *arguments[1:])
 
     hook = output_head(model).register_forward_pre_hook(fewer_rows)
     try:
@@ -38,8 +45,8 @@ def supervised_loss(model: Any, inputs: dict[str, Any], items: torch.Tensor | in
         logits = model(**rest).logits[0]
     finally:
         hook.remove()
-    total = cross_entropy(logits.float(), labels[chosen], reduction="sum")
-    count = chosen.sum() if items is None else items
+    total = cross_entropy(logits.float(), labels[places], reduction="sum")
+    count = len(places[0]) if items is None else items
     return total / max(int(count), 1)
 
 

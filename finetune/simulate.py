@@ -1,0 +1,346 @@
+"""One training step of the very model on meta tensors: the exact bytes, the most at once, and where.
+
+A meta tensor has a shape, a type and a storage, and no memory. `Watch` sees every operation of forward and backward
+below autograd, enters each new storage into the ledger, and strikes it out when torch lets go of it. What a kernel
+allocates inside, which no trace can see, is entered from its formula (`kernels`).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune import kernels
+from finetune.allocator import CachingAllocator
+from finetune.as_cuda import traced
+from finetune.facts import Facts
+from finetune.ledger import Block, Ledger, Peak, by_bucket
+from finetune.meta import constants_of, meta_model, model_config
+from finetune.optimizers import state_sizes, step_temporaries
+from finetune.recipe import Method
+from finetune.steps import Batch, Path
+
+# The dispatch mode must inherit from torch's; this hot module is imported by the commands that simulate only.
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID253
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one simulated step needs, in bytes. `resident` is what lies there before the step."""
+
+    path: Path
+    batch: Batch
+    resident: int
+    peaks: dict[str, Peak]
+    buckets: dict[str, int]
+    held: tuple[Block, ...]
+    reserved: int
+    operations: int
+    seconds: float
+
+    @property
+    def peak(self) -> Peak:
+        """The highest phase."""
+        return max((self.peaks[name] for name in PHASES), key=lambda peak: peak.allocated or peak.bytes)
+
+
+def simulate(
+    facts: Facts, method: Method, batch: Batch, path: Path, *, config: PreTrainedConfig | None = None,
+    load_dtype: str | None = None,
+) -> Simulation:  # fmt: skip
+    """Run one optimizer step of `method` on the model of `facts` without its weights.
+
+    `config` overrides what `facts` says of the architecture. On a GPU the caching allocator is replayed, over a first
+    step that creates the optimizer's state and a second one that is read.
+    """
+    import torch
+
+    began = time.process_time()
+    config = config or model_config(facts)
+    attention = "eager" if path.attention == "eager" else "sdpa"
+    model = meta_model(config, method, facts, dtype=path.weights, attention=attention, upcast=path.upcast)
+    _prepare(model, path)
+    ledger = Ledger(cuda=path.device == "cuda", allocator=CachingAllocator() if path.device == "cuda" else None)
+    watch = Watch(ledger, path)
+    _load(watch, model, path)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for parameter in trained.values():
+        parameter.register_post_accumulate_grad_hook(lambda p: watch.rename(p.grad, "gradients"))
+    watch.follow(model)
+    with torch.device("meta"), traced(path, batch) as forward_done, watch:
+        ids = torch.empty(batch.rows, batch.length, dtype=torch.long)
+        _step(watch, model, trained, ids, batch, path, forward_done, first=True)
+        if ledger.allocator is not None:
+            _step(watch, model, trained, ids, batch, path, forward_done, first=False)
+    ledger.finish()
+    result = Simulation(
+        path, batch, ledger.peaks["load"].bytes, {name: ledger.peaks[name] for name in PHASES}, {}, (), 0,
+        watch.operations, 0.0,
+    )  # fmt: skip
+    held = tuple(ledger.held(result.peak))
+    return Simulation(
+        path, batch, watch.resident, result.peaks, by_bucket(iter(held)), held,
+        ledger.allocator.most_reserved if ledger.allocator else 0, watch.operations, time.process_time() - began,
+    )  # fmt: skip
+
+
+def _prepare(model: Any, path: Path) -> None:
+    """What the trainer switches on."""
+    if path.checkpointing:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    if path.input_grads:
+        model.enable_input_require_grads()
+    if not path.adapter_casts:
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
+
+
+def _load(watch: Watch, model: Any, path: Path) -> None:
+    """Enter the weights in the order in which loading allocates them, so that the allocator's pieces lie as there."""
+    ledger, allocator = watch.ledger, watch.ledger.allocator
+    base = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
+    adapter = [(name, p) for name, p in model.named_parameters() if "lora_" in name]
+    packed = {id(m.weight): m for m in model.modules() if next(constants_of(m), None) is not None}
+    half: dict[int, Any] = {}
+    if allocator is not None and packed:  # transformers allocates the model's size once and lets it go again
+        sizes = (p.numel() if id(p) in packed else 2 * p.numel() for _, p in base)
+        allocator.give(allocator.take(sum(sizes)))
+    for name, parameter in base:
+        if id(parameter) in packed:
+            wide = allocator.take(4 * parameter.numel()) if allocator else None  # 16 bits a weight, before packing
+            watch.enter(parameter, "weights", name)
+            for constant in constants_of(packed[id(parameter)]):
+                watch.enter(constant, "weights", "quantisation constants")
+            if allocator is not None and wide is not None:
+                allocator.give(wide)
+        elif path.upcast and allocator is not None and packed:
+            half[id(parameter)] = allocator.take(2 * parameter.numel())
+        else:
+            watch.enter(parameter, "weights", name)
+    for name, parameter in base:
+        if id(parameter) in half and allocator is not None:
+            watch.enter(parameter, "weights", name)
+            allocator.give(half[id(parameter)])
+    for name, buffer in model.named_buffers():
+        watch.enter(buffer, "weights", name)
+    for name, parameter in adapter:
+        watch.enter(parameter, "weights", name)
+    watch.resident = ledger.live
+
+
+def _step(
+    watch: Watch, model: Any, trained: dict[str, torch.nn.Parameter], ids: torch.Tensor, batch: Batch, path: Path,
+    forward_done: Callable[[], None], *, first: bool,
+) -> None:  # fmt: skip
+    """One optimizer step. On the first, the optimizer's state is created, as torch does, after the backward pass."""
+    ledger = watch.ledger
+    if first and ledger.allocator is None:  # nothing depends on the order then, so one step is enough
+        _create_state(watch, trained, path)
+        first = False
+    if path.accumulates:
+        _forward_backward(watch, model, ids, batch, path, forward_done)
+    output = _forward_backward(watch, model, ids, batch, path, forward_done)
+    ledger.begin("optimizer")
+    if first:
+        _create_state(watch, trained, path)
+    ledger.passing(step_temporaries(path, [tuple(p.shape) for p in trained.values()]), "optimizer step")
+    for parameter in trained.values():
+        parameter.grad = None
+    del output
+
+
+def _create_state(watch: Watch, trained: dict[str, torch.nn.Parameter], path: Path) -> None:
+    for name, parameter in trained.items():
+        for size in state_sizes(path.optimizer, name, tuple(parameter.shape)):
+            watch.ledger.take(Block("optimizer", name, size))
+
+
+def _forward_backward(
+    watch: Watch, model: Any, ids: torch.Tensor, batch: Batch, path: Path, forward_done: Callable[[], None]
+) -> Any:
+    watch.ledger.begin("forward")
+    watch.bucket, watch.where = "activations", "forward"
+    loss, output = _loss(model, ids, batch, path)
+    forward_done()
+    kept = output if path.keeps_output else None
+    del output
+    watch.ledger.begin("backward")
+    watch.bucket, watch.where = "temporary", "backward of the loss"
+    loss.backward()
+    del loss
+    return kept
+
+
+def _loss(model: Any, ids: torch.Tensor, batch: Batch, path: Path) -> tuple[torch.Tensor, Any]:
+    """The loss by the path's own head, and the output that the trainer may keep."""
+    import torch
+
+    from finetune.fast.head import supervised_loss
+
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if batch.flat:
+        inputs["position_ids"] = ids
+    elif batch.padded:
+        inputs["attention_mask"] = torch.empty(ids.shape, dtype=torch.long)
+    if path.loss == "library":
+        output = model(**inputs)
+        return output.loss, output
+    places = (torch.empty(batch.supervised, dtype=torch.long), torch.empty(batch.supervised, dtype=torch.long))
+    if path.loss == "supervised":
+        return supervised_loss(model, inputs, batch.supervised, places), None
+    return _tiled_loss(model, inputs, places), None
+
+
+def _tiled_loss(model: Any, inputs: dict[str, Any], places: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """TRL's loss head on the supervised positions, as its patched forward calls it."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer import utils
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    labels = inputs.pop("labels")
+    hidden = base.base_model(**inputs, use_cache=False).last_hidden_state[:, :-1]
+    mask = labels[:, 1:] != -100
+    text = base.config.get_text_config()
+    head = base.get_output_embeddings()
+    outputs = ChunkedLogProbFunction.apply(
+        hidden[places], head.weight, head.bias, labels[:, 1:][places], 1.0, utils._CHUNKED_LOGPROB_CHUNK_SIZE,
+        getattr(text, "final_logit_softcapping", None), 1.0, ("entropy", "is_top1"),
+    )  # fmt: skip
+    kept = [None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in outputs]
+    return -kept[0].sum() / len(places[0])
+
+
+class Watch(TorchDispatchMode):
+    """Sees each operation below autograd and keeps the ledger of storages."""
+
+    def __init__(self, ledger: Ledger, path: Path) -> None:
+        super().__init__()
+        self.ledger, self.path = ledger, path
+        self.bucket, self.where = "weights", "load"
+        self.operations = self.resident = 0
+        self._live: dict[int, tuple[weakref.ref[Any], Block]] = {}
+        self._handles: set[str] = set()
+
+    def enter(self, tensor: Any, bucket: str, what: str) -> None:
+        """Enter a tensor's storage if it is new."""
+        storage = tensor.untyped_storage()
+        known = self._live.get(id(storage))
+        if (known is not None and known[0]() is storage) or not storage.nbytes():
+            return
+        block = Block(bucket, what, storage.nbytes(), tuple(tensor.shape), tensor.element_size())
+        self.ledger.take(block, f"{what} in {self.where}")
+
+        def gone(_: Any, key: int = id(storage)) -> None:
+            entry = self._live.pop(key, None)
+            if entry is not None:
+                self.ledger.give(entry[1])
+
+        self._live[id(storage)] = (weakref.ref(storage, gone), block)
+
+    def rename(self, tensor: Any, bucket: str) -> None:
+        """Put a tensor's block into another bucket."""
+        entry = self._live.get(id(tensor.untyped_storage()))
+        if entry is not None:
+            entry[1].bucket = bucket
+
+    def follow(self, model: Any) -> None:
+        """Let hooks say which layer runs, and where the loss begins and ends."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        decoder = base.base_model
+        for number, layer in enumerate(decoder.layers):
+            layer.register_forward_pre_hook(lambda module, args, n=number: self._at(f"layer {n}"))
+            layer.register_forward_hook(lambda module, args, out, n=number: self._back(out, f"backward of layer {n}"))
+        decoder.register_forward_hook(lambda module, args, out: self._loss_begins(out))
+
+    def _at(self, where: str) -> None:
+        if self.bucket != "temporary":
+            self.where = where
+
+    def _back(self, out: Any, where: str) -> None:
+        out = out[0] if isinstance(out, tuple) else out
+        if out.requires_grad and self.bucket != "temporary":
+            out.register_hook(lambda grad: setattr(self, "where", where))
+
+    def _loss_begins(self, out: Any) -> None:
+        self.bucket, self.where = "loss", "the loss"
+        hidden = out.last_hidden_state
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self._loss_ends())
+
+    def _loss_ends(self) -> None:
+        self.bucket, self.where = "temporary", "backward of the last norm"
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        kwargs = kwargs or {}
+        if function is torch.ops.prim.device.default:
+            return function(*args, **kwargs)
+        self.operations += 1
+        name = function.name()
+        cuda = self.path.device == "cuda"
+        if cuda:
+            self._workspace(name)
+            if (reused := self._in_place(function, args)) is not None:
+                return reused
+        inside = kernels.before(self.path, name, args, kwargs)
+        with self._beside(inside):
+            out = function(*args, **kwargs)
+            bucket = self.bucket
+            if bucket == "temporary" and torch.is_grad_enabled():
+                bucket = "activations"  # recomputed by checkpointing
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self.enter(tensor, bucket, name)
+        for together in kernels.inside(self.path, name, args):
+            self.ledger.passing(together, f"{name} in {self.where}")
+        return out
+
+    @contextmanager
+    def _beside(self, sizes: list[int]) -> Iterator[None]:
+        """Bytes that a kernel allocates before its output and frees after it."""
+        blocks = [self.ledger.take(Block("temporary", "kernel buffer", size)) for size in sizes]
+        yield
+        for block in blocks:
+            self.ledger.give(block)
+
+    def _workspace(self, name: str) -> None:
+        """cuBLAS takes a workspace at the first product of each thread, and keeps it; backward has its own thread."""
+        if name in kernels.PRODUCTS:
+            thread = "backward" if self.ledger.phase == "backward" else "forward"
+            if thread not in self._handles:
+                self._handles.add(thread)
+                self.ledger.take(Block("workspace", f"cuBLAS, {thread} thread", kernels.cublas_workspace(self.path)))
+
+    def _in_place(self, function: Any, args: Any) -> Any:
+        """Autograd adds two gradients in place when nobody else holds one of them; a dispatch mode keeps it from that.
+
+        The tensor's count is then 4: the engine's buffer, this call's arguments, and the two that torch holds while
+        it calls Python.
+        """
+        import torch
+
+        if function is not torch.ops.aten.add.Tensor or self.ledger.phase != "backward" or torch.is_grad_enabled():
+            return None
+        left, right = args[0], args[1]
+        if not isinstance(right, torch.Tensor) or left.shape != right.shape or left.dtype != right.dtype:
+            return None
+        for value in (left, right):
+            if value._use_count() == 4 and value.is_contiguous():
+                self.ledger.passing([0], "gradients added in place")
+                return value
+        return None

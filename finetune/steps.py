@@ -1,0 +1,66 @@
+"""What one training step looks like: the micro-batch, and the path that the trainer takes through model and loss.
+
+The torch-free step (`tape`), the simulation on meta tensors (`simulate`) and the measurement all read the same two
+values, so that they speak of the same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Attention = Literal["eager", "math", "cpu", "flash", "efficient"]
+Loss = Literal["supervised", "tiled", "library"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: `rows` of `length` tokens, of which `supervised` give a loss.
+
+    `flat`: several rows lie end to end in one, told apart by their positions (then `rows` is 1).
+    `padded`: shorter rows are filled up, so attention needs a mask.
+    """
+
+    rows: int
+    length: int
+    supervised: int
+    flat: bool = False
+    padded: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Positions that run through the model, padding included."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Path:
+    """How the trainer runs a step.
+
+    weights        type of the model's frozen weights (full fine-tuning: of all of them)
+    autocast       type that autocast computes products in; None without autocast
+    attention      eager (scores and mask in full), or the kernel behind sdpa: cpu, flash, efficient, math
+    loss           supervised (this toolkit's head on supervised rows), tiled (TRL's head, vocabulary in tiles),
+                   library (transformers' own: all logits at once)
+    accumulates    gradients of earlier micro-batches are alive during this one
+    upcast         peft's prepare_model_for_kbit_training has turned 16-bit weights into fp32
+    keeps_output   the model's output (logits) stays alive until the optimizer has stepped
+    input_grads    the embedding's output requires a gradient (TRL and transformers ask for it with checkpointing)
+    adapter_casts  peft casts each adapter's input to the adapter's type
+    capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
+    """
+
+    device: Literal["cpu", "cuda"]
+    weights: str
+    autocast: str | None
+    attention: Attention
+    loss: Loss
+    checkpointing: bool
+    optimizer: str
+    accumulates: bool = False
+    upcast: bool = False
+    keeps_output: bool = False
+    input_grads: bool = False
+    adapter_casts: bool = True
+    capability: tuple[int, int] = (8, 9)
+    multiprocessors: int = 128
