@@ -7,8 +7,9 @@ TorchFunctionMode would not do: it is off while `backward` recomputes checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +20,46 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def traced(path: Path, batch: Batch) -> Iterator[Callable[[], None]]:
-    """All of them. Yields a function to call when the forward pass is over, which ends autocast's weight cache."""
+def traced(path: Path, batch: Batch) -> Iterator[LowCopies]:
+    """All of them. Yields autocast's cache of weights, which is kept during a forward pass only."""
     with ExitStack() as stack:
         stack.enter_context(_masks(batch))
         stack.enter_context(_attention(path))
-        forget = stack.enter_context(_autocast(path)) if path.autocast else _nothing
+        copies = LowCopies()
+        if path.autocast:
+            stack.enter_context(_autocast(path, copies))
         if path.device == "cuda":
             stack.enter_context(_half_softmax())
         if path.loss == "tiled":
             stack.enter_context(_tiles(path))
-        yield forget
+        yield copies
 
 
-def _nothing() -> None:
-    return None
+class LowCopies:
+    """Autocast's low copies of fp32 weights that require a gradient: kept until the outermost autocast region ends.
+
+    A layer that checkpointing runs again in the backward pass casts for itself.
+    """
+
+    def __init__(self) -> None:
+        self.keeping = False
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> LowCopies:
+        self.keeping = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.keeping = False
+        self._kept.clear()
+
+    def of(self, weight: torch.Tensor, low: torch.dtype) -> torch.Tensor:
+        """The copy of a weight, made when it is first asked for."""
+        if not (self.keeping and weight.is_leaf and weight.requires_grad):
+            return weight.to(low)
+        if id(weight) not in self._kept:
+            self._kept[id(weight)] = weight.to(low)
+        return self._kept[id(weight)]
 
 
 @contextmanager
@@ -102,8 +128,12 @@ def _kernel(
             query, key, value = (torch.nn.functional.pad(x, (0, pad)) for x in (query, key, value))
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
         return out[..., :-pad] if pad else out
+    if kind == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout, causal, attn_mask=mask, scale=scale
+        )[0]
     groups = query.shape[-3] // key.shape[-3]
-    if groups > 1:  # no other kernel knows shared heads
+    if groups > 1:  # these kernels know no shared heads
         key, value = (x.repeat_interleave(groups, dim=-3) for x in (key, value))
     if kind == "efficient":
         if mask is not None:
@@ -111,10 +141,6 @@ def _kernel(
         needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, needs, dropout, causal, scale=scale
-        )[0]
-    if kind == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout, causal, attn_mask=mask, scale=scale
         )[0]
     return aten._scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, scale=scale)[0]
 
@@ -140,31 +166,15 @@ def _half_softmax() -> Iterator[None]:
 
 
 @contextmanager
-def _autocast(path: Path) -> Iterator[Callable[[], None]]:
-    """Autocast, which does not know meta tensors: products in the low type, with the low copies of trained weights kept.
-
-    torch keeps the copy of an fp32 leaf that requires a gradient until the outermost autocast region ends.
-    """
+def _autocast(path: Path, copies: LowCopies) -> Iterator[None]:
+    """Autocast, which does not know meta tensors: products take their inputs in the low type."""
     import torch
     from torch.nn import functional
 
     low = getattr(torch, str(path.autocast))
-    kept: dict[int, torch.Tensor] = {}
-    keeping = True
-
-    def forget() -> None:
-        nonlocal keeping
-        kept.clear()
-        keeping = False  # a layer that is recomputed in the backward pass casts for itself
 
     def cast(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
-            return x
-        if not (keeping and x.is_leaf and x.requires_grad):
-            return x.to(low)
-        if id(x) not in kept:
-            kept[id(x)] = x.to(low)
-        return kept[id(x)]
+        return copies.of(x, low) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
 
     def lowered(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -183,7 +193,7 @@ def _autocast(path: Path) -> Iterator[Callable[[], None]]:
             get_autocast_dtype=lambda device_type="cuda": low,
         ),
     ):
-        yield forget
+        yield
 
 
 # --------------------------------------------------------------------------------------------------------- TRL's head
@@ -225,3 +235,36 @@ class _Kernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: None
+
+
+# ------------------------------------------------------------------------------------------------ bitsandbytes' choice
+
+
+def fused_4_bit(path: Path, activations: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether bitsandbytes multiplies with a packed weight as it is, by its own rule for the card and the shapes."""
+    out, inner = int(shape[0]), int(shape[1])
+    rows = activations.numel() // inner
+    if rows > _FUSED_ROWS:
+        return False
+    return _fused_4_bit(path.capability, path.multiprocessors, activations.dtype, rows, out, inner)
+
+
+_FUSED_ROWS = 1536
+
+
+@cache
+def _fused_4_bit(
+    capability: tuple[int, int], multiprocessors: int, dtype: torch.dtype, rows: int, out: int, inner: int
+) -> bool:
+    import torch
+
+    missing = not hasattr(torch._C, "_cuda_getCurrentRawStream")
+    if missing:  # a CPU build of torch; the module only stores the function
+        torch._C._cuda_getCurrentRawStream = None
+    try:
+        from bitsandbytes.backends.cuda import ops
+    finally:
+        if missing:
+            del torch._C._cuda_getCurrentRawStream
+    with _swapped(ops, _gpu_dispatch_props=lambda index: (multiprocessors, *capability)):
+        return bool(ops._gemm_4bit_use_custom_cuda.__wrapped__(0, dtype, rows, out, inner))

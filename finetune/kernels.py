@@ -22,15 +22,10 @@ def cublas_workspace(path: Path) -> int:
     return 4096 * 8 * _KIB if path.capability[0] in (9, 10) else (4096 * 2 + 16 * 8) * _KIB
 
 
-def before(path: Path, name: str, args: Any, kwargs: Any) -> list[int]:
-    """Bytes that a kernel holds beside its output: bitsandbytes unpacks a 4-bit weight for the product."""
-    if name != "bitsandbytes::gemm_4bit":
-        return []
+def unpacked_weight(args: Any, kwargs: Any) -> list[int]:
+    """Bytes that bitsandbytes' `gemm_4bit` holds beside its output when it unpacks the weight for the product."""
     activations, shape = args[0], args[2]
     out, inner = int(shape[0]), int(shape[1])
-    rows = activations.numel() // inner
-    if path.device == "cuda" and fused_4_bit(path, rows, out, inner, activations.element_size()):
-        return []
     sizes = [out * inner * activations.element_size()]
     if kwargs.get("absmax_8bit") is not None:
         sizes.insert(0, out * inner // 64 * 4)  # the scales unpacked to fp32
@@ -45,15 +40,17 @@ def inside(path: Path, name: str, args: Any) -> list[list[int]]:
         grad = args[0]
         return [[grad.numel() * grad.element_size()]]  # `tmp = grad * output`, aten/native/cuda/SoftMax.cu
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
-        return _efficient_backward(*args[1].shape, value_width=args[3].shape[-1], width=args[1].element_size())
+        return efficient_backward(*args[1].shape, value_width=args[3].shape[-1], width=args[1].element_size())
     if name == "aten::_scaled_dot_product_flash_attention_backward":
-        return [_flash_backward(args)]
+        query, key = args[1], args[2]
+        shared = key.shape[1] != query.shape[1]
+        return [flash_backward(*query.shape, width=query.element_size(), shared=shared)]
     if name == "aten::embedding_dense_backward":
         return [[8 * args[1].numel()] * 4]  # sorted indices and their counts, aten/native/cuda/Embedding.cu
     return []
 
 
-def _efficient_backward(
+def efficient_backward(
     rows: int, heads: int, length: int, dim: int, *, value_width: int, width: int
 ) -> list[list[int]]:
     """The memory-efficient kernel's backward: `delta`, then the split accumulators of dQ (and of dK, dV when the head
@@ -68,22 +65,9 @@ def _efficient_backward(
     return groups
 
 
-def _flash_backward(args: Any) -> list[int]:
+def flash_backward(rows: int, heads: int, length: int, dim: int, *, width: int, shared: bool) -> list[int]:
     """The flash kernel's backward: dQ in fp32 and the softmax's sums, with lengths rounded up to 128 and dims to 32,
     and dK, dV per query head where heads share them. Source: aten/native/transformers/cuda/flash_attn/flash_api.cpp."""
-    query, key = args[1], args[2]
-    rows, heads, length, dim = query.shape
-    length = math.ceil(length / 128) * 128
-    sizes = [rows * heads * length * math.ceil(dim / 32) * 32 * 4, rows * heads * length * 4]
-    if key.shape[1] != heads:
-        sizes += [rows * key.shape[2] * heads * dim * query.element_size()] * 2
-    return sizes
-
-
-def fused_4_bit(path: Path, rows: int, out: int, inner: int, width: int) -> bool:
-    """Whether bitsandbytes multiplies with the packed weight itself, by its own rule for the card.
-
-    The rule is a pure function of the shapes and the card, so bitsandbytes is asked; without a known card the answer
-    is no, which is what it does for more than 1,536 rows on every card.
-    """
-    return False
+    long = math.ceil(length / 128) * 128
+    sizes = [rows * heads * long * math.ceil(dim / 32) * 32 * 4, rows * heads * long * 4]
+    return sizes + [rows * length * heads * dim * width] * 2 if shared else sizes

@@ -28,6 +28,7 @@ class Block:
     width: float = 0.0  # bytes per value
     count: int = 1  # equal blocks that this one stands for
     piece: Piece | None = None
+    live: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Ledger:
         if self.cuda:
             block.size = rounded(block.size)
         self.live += block.size * block.count
+        block.live = True
         self._history.append(block)
         if self.allocator is not None and block.size:
             block.piece = self.allocator.take(block.size)
@@ -70,6 +72,7 @@ class Ledger:
     def give(self, block: Block) -> None:
         """Strike a block out."""
         self.live -= block.size * block.count
+        block.live = False
         self._history.append(block)
         if self.allocator is not None and block.piece is not None:
             self.allocator.give(block.piece)
@@ -101,6 +104,14 @@ class Ledger:
         if self.live + passing > self._phase.bytes:
             peak = self._phase
             peak.bytes, peak.during, peak.at, peak.passing = self.live + passing, during, len(self._history), passing
+
+    def mark(self) -> int:
+        """A place in the history, for `since`."""
+        return len(self._history)
+
+    def since(self, mark: int) -> list[Block]:
+        """The blocks entered after a mark that are live now."""
+        return [block for block in dict.fromkeys(self._history[mark:]) if block.live]
 
     @property
     def phase(self) -> str:

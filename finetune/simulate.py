@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune import kernels
 from finetune.allocator import CachingAllocator
-from finetune.as_cuda import traced
+from finetune.as_cuda import LowCopies, fused_4_bit, traced
 from finetune.facts import Facts
 from finetune.ledger import Block, Ledger, Peak, by_bucket
 from finetune.meta import constants_of, meta_model, model_config
@@ -77,11 +77,11 @@ def simulate(
     for parameter in trained.values():
         parameter.register_post_accumulate_grad_hook(lambda p: watch.rename(p.grad, "gradients"))
     watch.follow(model)
-    with torch.device("meta"), traced(path, batch) as forward_done, watch:
+    with torch.device("meta"), traced(path, batch) as copies, watch:
         ids = torch.empty(batch.rows, batch.length, dtype=torch.long)
-        _step(watch, model, trained, ids, batch, path, forward_done, first=True)
+        _step(watch, model, trained, ids, batch, path, copies, first=True)
         if ledger.allocator is not None:
-            _step(watch, model, trained, ids, batch, path, forward_done, first=False)
+            _step(watch, model, trained, ids, batch, path, copies, first=False)
     ledger.finish()
     result = Simulation(
         path, batch, ledger.peaks["load"].bytes, {name: ledger.peaks[name] for name in PHASES}, {}, (), 0,
@@ -143,7 +143,7 @@ def _load(watch: Watch, model: Any, path: Path) -> None:
 
 def _step(
     watch: Watch, model: Any, trained: dict[str, torch.nn.Parameter], ids: torch.Tensor, batch: Batch, path: Path,
-    forward_done: Callable[[], None], *, first: bool,
+    copies: LowCopies, *, first: bool,
 ) -> None:  # fmt: skip
     """One optimizer step. On the first, the optimizer's state is created, as torch does, after the backward pass."""
     ledger = watch.ledger
@@ -151,8 +151,8 @@ def _step(
         _create_state(watch, trained, path)
         first = False
     if path.accumulates:
-        _forward_backward(watch, model, ids, batch, path, forward_done)
-    output = _forward_backward(watch, model, ids, batch, path, forward_done)
+        _forward_backward(watch, model, ids, batch, path, copies)
+    output = _forward_backward(watch, model, ids, batch, path, copies)
     ledger.begin("optimizer")
     if first:
         _create_state(watch, trained, path)
@@ -169,12 +169,12 @@ def _create_state(watch: Watch, trained: dict[str, torch.nn.Parameter], path: Pa
 
 
 def _forward_backward(
-    watch: Watch, model: Any, ids: torch.Tensor, batch: Batch, path: Path, forward_done: Callable[[], None]
+    watch: Watch, model: Any, ids: torch.Tensor, batch: Batch, path: Path, copies: LowCopies
 ) -> Any:
     watch.ledger.begin("forward")
     watch.bucket, watch.where = "activations", "forward"
-    loss, output = _loss(model, ids, batch, path)
-    forward_done()
+    with copies:
+        loss, output = _loss(model, ids, batch, path)
     kept = output if path.keeps_output else None
     del output
     watch.ledger.begin("backward")
@@ -295,10 +295,10 @@ class Watch(TorchDispatchMode):
         cuda = self.path.device == "cuda"
         if cuda:
             self._workspace(name)
-            if (reused := self._in_place(function, args)) is not None:
-                return reused
-        inside = kernels.before(self.path, name, args, kwargs)
-        with self._beside(inside):
+        if (reused := self._in_place(function, args)) is not None:
+            return reused
+        unpacks = name == "bitsandbytes::gemm_4bit" and not (cuda and fused_4_bit(self.path, args[0], args[2]))
+        with self._beside(kernels.unpacked_weight(args, kwargs) if unpacks else []):
             out = function(*args, **kwargs)
             bucket = self.bucket
             if bucket == "temporary" and torch.is_grad_enabled():

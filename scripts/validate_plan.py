@@ -67,6 +67,7 @@ def predict(row: dict[str, str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from finetune.decoder import run_step
     from finetune.facts import facts_of
     from finetune.recipe import LoRA, QLoRA
     from finetune.simulate import simulate
@@ -97,10 +98,12 @@ def predict(row: dict[str, str]) -> dict[str, Any]:
         checkpointing=checkpointing, optimizer="adamw_torch", upcast=packed, keeps_output=True,
         input_grads=checkpointing, **T4,
     )  # fmt: skip
+    closed = run_step(facts, method, batch, path).ledger.peaks
     began = time.process_time()
     made = simulate(facts, method, batch, path, config=config)
     return {
         "simulated": {name: made.peaks[name].allocated / MIB for name in PHASES},
+        "closed": {name: closed[name].bytes / MIB for name in PHASES},
         "live": {name: made.peaks[name].bytes / MIB for name in PHASES},
         "during": made.peak.during,
         "load": made.resident / MIB,
