@@ -13,17 +13,18 @@ so no peak lies among them: they are entered as one lump.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from finetune import kernels
-from finetune.facts import Facts, Linear
+from finetune.facts import Facts
 from finetune.ledger import Block, Ledger
-from finetune.method import BLOCK, SCALE_BLOCK, adapter_shapes
+from finetune.method import BLOCK, SCALE_BLOCK, adapter_shapes, trained_tensors
 from finetune.optimizers import is_paged, state_sizes, step_temporaries
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path
-from finetune.tape import Parameter, Storage, Tape, Tensor
+from finetune.tape import Parameter, Tape, Tensor
 from finetune.tensors import Group, dtype_bytes, group_of, in_tower, layer_of
 
 KNOWN = ("llama", "mistral", "qwen2", "gemma", "gemma2")
@@ -74,17 +75,23 @@ class _Decoder:
         self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
         self.gemma = facts.model_type in ("gemma", "gemma2")
         self.full = isinstance(method, Full)
+        self.trained = trained_tensors(method, facts)
         self.rows, self.length = batch.rows, batch.length
         self.low_copies: dict[int, Tensor] = {}
         self.mask: list[Tensor] = []
+        self.lump: list[Block] = []
         self.layers = self._layers()
 
     # ----------------------------------------------------------------------------------------------------- weights
 
     def _layers(self) -> list[dict[str, Weight]]:
         """The Linear layers of decoder layers 0, 1 and the last, by short name."""
-        count = self.facts.layers
-        self.shown = list(range(count)) if count < 4 else [0, 1, count - 1]
+        count, period = self.facts.layers, max(int(self.path.checkpointing), 1)
+        tail = (count - 1) % period + 1
+        self.skipped = max(count - 2 * period - tail, 0)  # a multiple of the period
+        self.lumped = 2 * period - 1 if self.skipped else -1  # the lump follows this one of `shown`
+        self.lump_starts = period
+        self.shown = [n for n in range(count) if n <= self.lumped or n >= count - tail or not self.skipped]
         adapters = {shape.module: shape for shape in adapter_shapes(self.method, self.facts)}
         biases = {tensor.module: tensor for tensor in self.facts.tensors if tensor.name.endswith(".bias")}
         layers: list[dict[str, Weight]] = [{} for _ in self.shown]
@@ -104,7 +111,9 @@ class _Decoder:
                 b = self._parameter("adapter", (shape.out_features, shape.rank), 4, trained=True)
                 if getattr(self.method, "variant", "") == "dora":
                     magnitude = self._parameter("adapter", (shape.out_features,), 4, trained=True)
-            held = self._parameter(bias.name, bias.shape, self.stored, trained=self.full) if bias is not None else None
+            held = (
+                self._parameter(bias.name, bias.shape, self.stored, trained=self.full) if bias is not None else None
+            )
             layers[self.shown.index(number)][linear.name.rpartition(".")[2]] = Weight(
                 weight, packs, held, a, b, magnitude
             )
@@ -112,7 +121,9 @@ class _Decoder:
 
     def _enter_weights(self) -> int:
         """Everything that lies there before the step; returns bytes of paged optimizer state."""
-        packed = {linear.name for linear in self.facts.linears(towers=True)} if isinstance(self.method, QLoRA) else set()
+        packed = (
+            {linear.name for linear in self.facts.linears(towers=True)} if isinstance(self.method, QLoRA) else set()
+        )
         take = self.ledger.take
         paged = 0
         for tensor in self.facts.tensors:
@@ -125,21 +136,15 @@ class _Decoder:
                 take(Block("weights", name, tensor.size * self.stored))
             if self.full:
                 paged += self._enter_state(tensor.name, tensor.shape)
-        for shape in adapter_shapes(self.method, self.facts):
-            pairs = [(shape.rank, shape.in_features), (shape.out_features, shape.rank)]
-            if getattr(self.method, "variant", "") == "dora":
-                pairs.append((shape.out_features, 1))
-            for pair in pairs:
-                take(Block("weights", "adapter", 4 * pair[0] * pair[1]))
-                paged += self._enter_state("adapter", pair)
+        if not self.full:
+            for name, shape in self.trained:
+                take(Block("weights", "adapter", 4 * _size(shape)))
+                paged += self._enter_state(name, shape)
         return paged
 
     def _enter_state(self, name: str, shape: tuple[int, ...]) -> int:
-        size = 1
-        for side in shape:
-            size *= side
         sizes = state_sizes(self.path.optimizer, name, shape)
-        if self.path.device == "cuda" and is_paged(self.path.optimizer, size):
+        if self.path.device == "cuda" and is_paged(self.path.optimizer, _size(shape)):
             return sum(sizes)
         for part in sizes:
             self.ledger.take(Block("optimizer", "optimizer state", part))
@@ -157,15 +162,14 @@ class _Decoder:
         """The whole step."""
         paged = self._enter_weights()
         resident = sum(b.size * b.count for b in self.ledger.since(0) if b.bucket == "weights")
-        trained = [tuple(t.shape) for t in self.facts.tensors] if self.full else []
-        for shape in adapter_shapes(self.method, self.facts):
-            trained += [(shape.rank, shape.in_features), (shape.out_features, shape.rank)]
+        trained = [shape for _, shape in self.trained]
         if self.path.device == "cuda":
             self.ledger.take(Block("workspace", "cuBLAS, forward thread", kernels.cublas_workspace(self.path)))
             self.ledger.take(Block("workspace", "cuBLAS, backward thread", kernels.cublas_workspace(self.path)))
-        self.lump_gradients = self.path.accumulates
         if self.path.accumulates:
-            earlier = [self.ledger.take(Block("gradients", "of earlier micro-batches", 4 * _size(s))) for s in trained]
+            earlier = [
+                self.ledger.take(Block("gradients", "of earlier micro-batches", 4 * _size(s))) for s in trained
+            ]
         kept = self._forward_backward()
         self.ledger.begin("optimizer")
         self.ledger.passing(step_temporaries(self.path, trained), "optimizer step")
@@ -184,19 +188,20 @@ class _Decoder:
         ids = tape.new("token ids", (self.rows, self.length), 8)
         hidden = self._embedding()
         first_mask = self._masks(hidden.width)
-        cos = tape.new("rotary tables", (1 if not self.batch.flat else self.rows, self.length, self.facts.head_dim), hidden.width)
+        cos = tape.new(
+            "rotary tables", (1 if not self.batch.flat else self.rows, self.length, self.facts.head_dim), hidden.width
+        )
         sin = tape.new("rotary tables", cos.shape, hidden.width)
         self.rotary = cos
-        lump: list[Block] = []
-        gradients: list[tuple[str, int]] = []
         for index, number in enumerate(self.shown):
             tape.where = f"layer {number}"
-            before, entered = self.ledger.mark(), hidden.storage.block
-            hidden = self._checkpointed(hidden, index)
-            if index == 1 and len(self.shown) < self.facts.layers:
+            if index == self.lump_starts:
+                before, entered = self.ledger.mark(), hidden.storage.block
+            hidden = self._run_layer(hidden, index)
+            if index == self.lumped:
                 # A layer's output is the next one's input: it counts only where it is kept.
                 kept = [block for block in self.ledger.since(before) if block is not hidden.storage.block]
-                lump = self._lump([*kept, *([entered] if entered.live else [])])
+                self.lump = self._lump([*kept, *([entered] if entered.live else [])])
         tape.where = "the last norm"
         hidden = self._norm(hidden, self._norm_weight(self.full))
         tape.bucket, tape.where = "loss", "the loss"
@@ -208,64 +213,47 @@ class _Decoder:
         del output
         self.ledger.begin("backward")
         tape.where = "backward of the loss"
-        self.lump, self.lump_grads = lump, gradients
         tape.backward(loss)
         self.mask = []
         return remains
 
     def _lump(self, kept: list[Block]) -> list[Block]:
-        """Enter what the second layer keeps once more for every layer between it and the last."""
-        times = self.facts.layers - len(self.shown)
-        copies = (Block(b.bucket, b.what, b.size, b.shape, b.width, times) for b in kept)
+        """Enter what one period of layers keeps once more for every period between it and the last."""
+        times = self.skipped // self.lump_starts
+        copies = (Block(b.bucket, b.what, b.size, b.shape, b.width, times * b.count) for b in kept)
         return [self.ledger.take(copy) for copy in copies]
 
-    def _checkpointed(self, x: Tensor, index: int) -> Tensor:
-        layer = self.layers[index]
-        number = self.shown[index]
+    def _run_layer(self, x: Tensor, index: int) -> Tensor:
+        layer, number = self.layers[index], self.shown[index]
 
         def run(inner: Tensor) -> Tensor:
             return self._layer(inner, layer)
 
-        if self.path.checkpointing:
-            out = self.tape.checkpoint(run, x, trains=True)
-        else:
-            out = run(x)
-        return self._boundary(out, index, number)
-
-    def _boundary(self, out: Tensor, index: int, number: int) -> Tensor:
-        """When the gradient reaches a layer's output: say so, and let the lump go once the last layer is done."""
-        last = index == len(self.shown) - 1
-        lumped = index == 1 and len(self.shown) < self.facts.layers
+        every = int(self.path.checkpointing)
+        out = self.tape.checkpoint(run, x, trains=True) if every and number % every == 0 else run(x)
 
         def rule(grad: Tensor) -> list[Tensor | None]:
+            """The gradient has reached the layer's output."""
             self.tape.bucket = "temporary"
             self.tape.where = f"backward of layer {number}"
-            if lumped:
+            if index == self.lumped:
                 self._let_lump_go()
             return [grad]
 
-        del last
-        again = self.tape.view(out, out.shape)
-        return self.tape.record(again, [out.source], rule)
+        return self.tape.record(self.tape.view(out, out.shape), [out.source], rule)
 
     def _let_lump_go(self) -> None:
+        """The skipped layers have run backward: their activations are gone, their gradients have come."""
         for block in self.lump:
             self.ledger.give(block)
         self.lump = []
-        times = self.facts.layers - len(self.shown)
-        if self.lump_gradients or not times:
-            return
-        for shape in self._trained_in_layer():
-            self.ledger.take(Block("gradients", "gradients", 4 * _size(shape), count=times))
+        if not self.path.accumulates:
+            for shape in self._trained_in_layer():
+                self.ledger.take(Block("gradients", "gradients", 4 * _size(shape), count=self.skipped))
 
     def _trained_in_layer(self) -> list[tuple[int, ...]]:
         """Shapes of what layer 1 trains."""
-        if self.full:
-            return [t.shape for t in self.facts.tensors if layer_of(t.name) == 1 and not in_tower(t.name)]
-        found: list[tuple[int, ...]] = []
-        for weight in self.layers[1].values():
-            found += [p.shape for p in (weight.a, weight.b, weight.magnitude) if p is not None]
-        return found
+        return [shape for name, shape in self.trained if layer_of(name) == 1 and not in_tower(name)]
 
     # ------------------------------------------------------------------------------------------------ around layers
 
@@ -380,7 +368,9 @@ class _Decoder:
             both = self._linear(x, layer["gate_up_proj"], "MLP gate and up")
             half = (*both.shape[:-1], both.shape[-1] // 2)
             gate, up = self.tape.view(both, half), self.tape.view(both, half)
-            return self._linear(self.tape.mul(up, self._activated(gate), "MLP product"), layer["down_proj"], "MLP down")
+            return self._linear(
+                self.tape.mul(up, self._activated(gate), "MLP product"), layer["down_proj"], "MLP down"
+            )
         return self._linear(
             self.tape.mul(
                 self._activated(self._linear(x, layer["gate_proj"], "MLP gate")),
@@ -476,7 +466,9 @@ class _Decoder:
         del scores
         weights = self._softmax(masked)
         del masked
-        out = self._product(weights, value, "attention", (self.rows, self.facts.heads, self.length, self.facts.head_dim))
+        out = self._product(
+            weights, value, "attention", (self.rows, self.facts.heads, self.length, self.facts.head_dim)
+        )
         out = tape.copy(out, "attention, contiguous")
         return self._flat(out)
 
@@ -564,7 +556,9 @@ class _Decoder:
             elif kind == "flash":
                 tape.passing(
                     "attention backward",
-                    *kernels.flash_backward(self.rows, self.facts.heads, self.length, dim, width=width, shared=groups),
+                    *kernels.flash_backward(
+                        self.rows, self.facts.heads, self.length, dim, width=width, shared=groups
+                    ),
                 )
             return [made[n] if needs[n] else None for n in (0, 1, 2)]
 
@@ -583,7 +577,8 @@ class _Decoder:
             return None, False
         known = self.low_copies.get(id(weight))
         if known is None:
-            known = self.tape.new("low copy of weights", weight.shape, self.low)
+            known = self.tape.new("low copies of trained weights", weight.shape, self.low)
+            known.storage.block.bucket = "copies"
             if weight.trained and self.casting:
                 self.low_copies[id(weight)] = known
         return known, True
@@ -661,7 +656,9 @@ class _Decoder:
     # ---------------------------------------------------------------------------------------------------------- loss
 
     def _loss(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return {"supervised": self._supervised, "tiled": self._tiled, "library": self._library}[self.path.loss](hidden)
+        return {"supervised": self._supervised, "tiled": self._tiled, "library": self._library}[self.path.loss](
+            hidden
+        )
 
     def _head(self) -> Parameter:
         shape = (self.facts.vocab_size, self.facts.hidden_size)
@@ -764,11 +761,11 @@ def constant_sizes(size: int, *, double: bool) -> list[int]:
     return [scales, 4 * 16, 4, 4 * -(-scales // SCALE_BLOCK), 4 * 256]
 
 
+def is_exact(facts: Facts, method: Method) -> bool:
+    """Whether the model's layers, and what the method adds to them, are written down here as they run."""
+    plain = isinstance(method, Full) or (method.variant != "dora" and not method.dropout)
+    return facts.model_type in KNOWN and plain and not facts.has_towers and not facts.has_experts
+
+
 def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for side in shape:
-        size *= side
-    return size
-
-
-__all__ = ["KNOWN", "Step", "Linear", "Storage", "constant_sizes", "run_step"]
+    return math.prod(shape)

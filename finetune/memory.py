@@ -1,47 +1,76 @@
 """Bytes, line by line, each with its formula in words and numbers.
 
-Weights, gradients and optimizer state follow from shapes and are exact. Activations and logits are closed forms for
-decoder layers of the Llama kind and say "estimate".
+static_lines   weights, gradients, optimizer state: they follow from shapes and are exact for every model
+account        the same beside what one step has alive at its peak: activations, loss, temporaries, workspaces, and
+               the peak of each phase, from the torch-free step (`decoder`)
+
+The lines of an account add up to the peak of the step: `at_peak` says how much of a line is alive then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from finetune import decoder
 from finetune.facts import Facts
-from finetune.method import adapter_shapes, storage_bytes, trainable_parameters
+from finetune.ledger import Block, Peak
+from finetune.method import storage_bytes, trained_tensors
+from finetune.optimizers import BLOCK, SMALL, is_paged, moments, state_sizes
 from finetune.recipe import Full, Method, QLoRA
-from finetune.tensors import dtype_bytes, group_of
+from finetune.steps import Batch, Path
+from finetune.tensors import dtype_bytes
 
-Bucket = Literal["weights", "gradients", "optimizer", "activations", "loss"]
-BUCKETS: tuple[Bucket, ...] = ("weights", "gradients", "optimizer", "activations", "loss")
+Bucket = Literal["weights", "gradients", "optimizer", "activations", "loss", "temporary", "outside"]
+BUCKETS: tuple[Bucket, ...] = (
+    "weights", "gradients", "optimizer", "activations", "loss", "temporary", "outside",
+)  # fmt: skip
 
-_BLOCK = 256  # values per scale of bitsandbytes' 8-bit optimizers
-_SMALL = 4096  # tensors below this size keep 32-bit state there
-_VOCABULARY_TILE = 32_768  # entries of the vocabulary that TRL's loss head scores at a time
+PHASES = ("forward", "backward", "optimizer")
+CONTEXT = 500_000_000
+"""CUDA's context and the libraries' code on the card, outside torch's allocator; it was 0.15 to 0.6 GB on the cards we
+know of."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One part of the memory: `bytes`, the bucket it belongs to, and the arithmetic behind it."""
+    """One part of the memory.
+
+    `bytes` is its whole size and `at_peak` what of it is alive at the step's peak. `paged` lies in unified memory,
+    which the driver can move to the host.
+    """
 
     bucket: Bucket
     name: str
     bytes: int
     formula: str
     exact: bool = True
+    at_peak: int | None = None
+    paged: bool = False
+
+    @property
+    def alive(self) -> int:
+        """Bytes of it at the peak."""
+        return self.bytes if self.at_peak is None else self.at_peak
 
 
-def static_lines(method: Method, facts: Facts, dtype: str, optimizer: str) -> list[Line]:
+# ------------------------------------------------------------------------------------------------------------- static
+
+
+def static_lines(method: Method, facts: Facts, dtype: str, optimizer: str, device: str = "cuda") -> list[Line]:
     """Weights, gradients and optimizer state of one device. Trained parameters are fp32."""
-    return [*_weights(method, facts, dtype), *_gradients(method, facts), *_optimizer(method, facts, optimizer)]
+    return [
+        *_weights(method, facts, dtype),
+        *_gradients(method, facts),
+        *_optimizer(method, facts, optimizer, device),
+    ]
 
 
 def _weights(method: Method, facts: Facts, dtype: str) -> list[Line]:
-    trainable = trainable_parameters(method, facts)
+    trained = sum(_size(shape) for _, shape in trained_tensors(method, facts))
     if isinstance(method, Full):
-        return [Line("weights", "weights", 4 * trainable, f"4 bytes x {trainable:,} (fp32 while trained)")]
+        return [Line("weights", "weights", 4 * trained, f"4 bytes x {trained:,} (fp32, the master copy)")]
     stored = storage_bytes(method, facts, dtype)
     each = dtype_bytes(dtype)
     lines = []
@@ -51,102 +80,136 @@ def _weights(method: Method, facts: Facts, dtype: str) -> list[Line]:
         lines.append(Line("weights", "quantisation constants", stored.constants + stored.tables, kind))
     name = "other weights" if isinstance(method, QLoRA) else "frozen weights"
     lines.append(Line("weights", name, stored.plain, f"{each:g} bytes x {stored.plain_parameters:,}"))
-    lines.append(Line("weights", "adapter", 4 * trainable, f"4 bytes x {trainable:,} (fp32)"))
+    lines.append(Line("weights", "adapter", 4 * trained, f"4 bytes x {trained:,} (fp32)"))
     return lines
 
 
 def _gradients(method: Method, facts: Facts) -> list[Line]:
-    trainable = trainable_parameters(method, facts)
-    return [Line("gradients", "gradients", 4 * trainable, f"4 bytes x {trainable:,} (fp32)")]
+    trained = sum(_size(shape) for _, shape in trained_tensors(method, facts))
+    return [Line("gradients", "gradients", 4 * trained, f"4 bytes x {trained:,} (fp32)")]
 
 
-def _optimizer(method: Method, facts: Facts, optimizer: str) -> list[Line]:
-    sizes = trained_sizes(method, facts)
-    total = sum(size for size, _ in sizes)
-    moments = {"lion": 1, "sgd": 0, "adafactor": 0}.get(optimizer.replace("paged_", "").split("_")[0], 2)
-    paged = " (unified memory)" if optimizer.startswith("paged_") else ""
+def _optimizer(method: Method, facts: Facts, optimizer: str, device: str) -> list[Line]:
+    """One line for what stays on the device, and one for what lies in unified memory."""
+    here: list[tuple[int, list[int]]] = []
+    paged: list[tuple[int, list[int]]] = []
+    for name, shape in trained_tensors(method, facts):
+        size = _size(shape)
+        home = paged if device == "cuda" and is_paged(optimizer, size) else here
+        home.append((size, state_sizes(optimizer, name, shape)))
+    lines = []
+    if paged:
+        lines.append(_state_line(f"{optimizer}, paged", optimizer, paged, paged=True))
+    if here or not paged:
+        lines.append(_state_line(f"{optimizer}, small tensors" if paged else optimizer, optimizer, here))
+    return lines
+
+
+def _state_line(name: str, optimizer: str, parts: list[tuple[int, list[int]]], *, paged: bool = False) -> Line:
+    total = sum(sum(sizes) for _, sizes in parts)
+    values = sum(size for size, _ in parts)
+    count = moments(optimizer)
     if optimizer == "adafactor":
-        factored = sum(4 * sum(shape) if len(shape) > 1 else 4 * size for size, shape in sizes)
-        return [
-            Line("optimizer", "Adafactor rows and columns", factored, "4 bytes x (rows + columns) of each weight")
-        ]
-    if moments == 0:
-        return [Line("optimizer", "SGD", 0, "no state")]
-    if optimizer.endswith("8bit"):
-        embeddings = _embeddings(method, facts)
-        state = moments * (sum(_in_8_bits(size) for size, _ in sizes) - sum(map(_in_8_bits, embeddings)))
-        formula = f"{moments} x (1 byte + fp32 per {_BLOCK}) x {total - sum(embeddings):,}"
-        lines = [Line("optimizer", f"{optimizer}{paged}", state, formula)]
-        if embeddings:
-            wide = sum(embeddings)
-            formula = f"{moments} moments x 4 bytes x {wide:,}"
-            lines.append(Line("optimizer", f"the embedding's in 32 bits{paged}", 4 * moments * wide, formula))
-        return lines
-    return [Line("optimizer", f"{optimizer}{paged}", 4 * moments * total, f"{moments} moments x 4 bytes x {total:,}")]
-
-
-def _embeddings(method: Method, facts: Facts) -> list[int]:
-    """Sizes of the trained embeddings, whose state transformers keeps in 32 bits (`Trainer.create_optimizer`)."""
-    return [t.size for t in facts.tensors if group_of(t.name) == "embedding"] if isinstance(method, Full) else []
-
-
-def _in_8_bits(size: int) -> int:
-    """Bytes of one moment of a tensor."""
-    return size + 4 * -(-size // _BLOCK) if size >= _SMALL else 4 * size
-
-
-def trained_sizes(method: Method, facts: Facts) -> list[tuple[int, tuple[int, ...]]]:
-    """(values, shape) of every trained tensor."""
-    if isinstance(method, Full):
-        return [(tensor.size, tensor.shape) for tensor in facts.tensors]
-    sizes: list[tuple[int, tuple[int, ...]]] = []
-    for shape in adapter_shapes(method, facts):
-        pairs = [(shape.rank, shape.in_features), (shape.out_features, shape.rank)]
-        sizes += [(a * b, (a, b)) for a, b in pairs]
-        if method.variant == "dora":
-            sizes.append((shape.out_features, (shape.out_features,)))
-    return sizes
-
-
-def activation_lines(
-    method: Method, facts: Facts, *, dtype: str, rows: int, length: int, checkpointing: bool, eager: bool
-) -> list[Line]:
-    """What one forward pass of `rows` x `length` tokens leaves for the backward pass, and the loss head's tiles.
-
-    Per token and layer, with 2-byte activations, hidden h, intermediate i, queries q = heads x dim, keys kv =
-    kv_heads x dim, heads n and rank r (derived from the tensors that autograd saves in a Llama layer):
-      full   2(8h + 4) + 4q + 4kv + 4n + 8i
-      LoRA   2(4h + 4) + 4q + 4kv + 4n + 6i, and for fp32 adapters on all linear layers 20h + 4q + 4i + 28r
-      with checkpointing 2h, and one layer of the above
-    """
-    h, i, n = facts.hidden_size, facts.intermediate_size, facts.heads
-    q, kv = n * facts.head_dim, facts.kv_heads * facts.head_dim
-    wide = dtype_bytes(dtype) / 2
-    if isinstance(method, Full):
-        layer = wide * (2 * (8 * h + 4) + 4 * q + 4 * kv + 4 * n + 8 * i)
+        formula = "4 bytes x (rows + columns) of each weight"
+    elif not count:
+        formula = "no state"
+    elif optimizer.endswith("8bit"):
+        wide = sum(size for size, sizes in parts if sum(sizes) == 4 * size * count)
+        formula = f"{count} x (1 byte + fp32 per {BLOCK}) x {values - wide:,}"
+        if wide:
+            formula += f" + {count} x 4 bytes x {wide:,} (embeddings and tensors below {SMALL:,})"
     else:
-        shapes = adapter_shapes(method, facts)
-        layer = wide * (2 * (4 * h + 4) + 4 * q + 4 * kv + 4 * n + 6 * i)
-        # Each adapter saves its own fp32 input (peft casts it) and the narrow product A x.
-        layer += sum(4 * s.in_features + 4 * s.rank for s in shapes) / facts.layers
-    if eager:
-        layer += 2 * 2 * wide * n * length
-    tokens = rows * length
-    kept = f"{layer:,.0f} bytes x {facts.layers} layers"
-    per_token = layer * facts.layers
-    if checkpointing:
-        per_token = 2 * wide * h * facts.layers + layer
-        kept = f"({2 * wide * h:,.0f} bytes x {facts.layers} layers + one layer's {layer:,.0f})"
-    tile = min(facts.vocab_size, _VOCABULARY_TILE)
-    return [
-        Line(
-            "activations", "activations", int(per_token * tokens), f"{kept} x {rows} x {length:,} tokens", exact=False
-        ),
-        Line(
-            "loss",
-            "logits of the loss head",
-            3 * 4 * tile * tokens,
-            f"3 x 4 bytes x {tile:,} x {tokens:,}",
-            exact=False,
-        ),
-    ]
+        formula = f"{count} moments x 4 bytes x {values:,}"
+        if total > 4 * count * values:
+            formula += f" + {len(parts):,} step counters"
+    return Line("optimizer", name, total, formula, paged=paged)
+
+
+# ------------------------------------------------------------------------------------------------------------ account
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one device holds through one optimizer step. `lines` add up to `peak`, in bytes."""
+
+    lines: tuple[Line, ...]
+    phases: dict[str, int]
+    during: str
+    estimated: bool
+
+    @property
+    def peak(self) -> int:
+        """The most live bytes of the step, as torch's allocator counts them."""
+        return max(self.phases[phase] for phase in PHASES)
+
+    @property
+    def paged(self) -> int:
+        """Optimizer state in unified memory, which is not in the peak."""
+        return sum(line.bytes for line in self.lines if line.paged)
+
+
+def account(method: Method, facts: Facts, batch: Batch, path: Path) -> Account:
+    """Follow one step and say who holds what at its peak."""
+    step = decoder.run_step(facts, method, batch, path)
+    ledger = step.ledger
+    peak = ledger.peak(*PHASES)
+    held = list(ledger.held(peak))
+    estimated = not decoder.is_exact(facts, method)
+    static = static_lines(method, facts, path.weights, path.optimizer, path.device)
+    alive_gradients = sum(block.size * block.count for block in held if block.bucket == "gradients")
+    lines = [_placed(line, alive_gradients) for line in static]
+    lines += _grouped(held, exact=not estimated)
+    if peak.passing:
+        lines.append(
+            Line("temporary", f"inside a kernel: {peak.during}", peak.passing, "its own buffers", not estimated)
+        )
+    rest = peak.bytes - sum(line.alive for line in lines)
+    lines.append(
+        Line("temporary", "rounding", rest, "every tensor to 512 bytes" if path.device == "cuda" else "none")
+    )
+    phases = {"load": step.resident, **{name: ledger.peaks[name].bytes for name in PHASES}}
+    return Account(tuple(lines), phases, _during(peak), estimated)
+
+
+def _placed(line: Line, alive_gradients: int) -> Line:
+    alive = 0 if line.paged else min(alive_gradients, line.bytes) if line.bucket == "gradients" else line.bytes
+    return Line(line.bucket, line.name, line.bytes, line.formula, line.exact, alive, line.paged)
+
+
+_BUCKET: dict[str, Bucket] = {
+    "workspace": "temporary", "temporary": "temporary", "loss": "loss", "copies": "weights",
+}  # fmt: skip
+
+
+def _grouped(held: Iterable[Block], *, exact: bool) -> list[Line]:
+    """One line for all blocks of a kind: `2 bytes x 1 x 2,048 x 9,216 x 26`."""
+    kinds: dict[tuple[str, str], list[Block]] = {}
+    for block in held:
+        if block.bucket not in ("weights", "gradients", "optimizer"):
+            kinds.setdefault((block.bucket, block.what), []).append(block)
+    lines = []
+    for (bucket, what), blocks in kinds.items():
+        total = sum(block.size * block.count for block in blocks)
+        lines.append(Line(_BUCKET.get(bucket, "activations"), what, total, _formula(blocks), exact))
+    return sorted(lines, key=lambda line: (BUCKETS.index(line.bucket), -line.bytes))
+
+
+def _formula(blocks: list[Block]) -> str:
+    shapes = {(block.shape, block.width) for block in blocks if block.shape}
+    count = sum(block.count for block in blocks)
+    if len(shapes) != 1:
+        return f"{count:,} tensor" + "s" * (count > 1)
+    shape, width = shapes.pop()
+    sides = " x ".join(f"{side:,}" for side in shape)
+    return f"{width:g} bytes x {sides}" + (f" x {count:,}" if count > 1 else "")
+
+
+def _during(peak: Peak) -> str:
+    return f"{peak.phase}: {peak.during}"
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for side in shape:
+        size *= side
+    return size

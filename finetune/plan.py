@@ -1,4 +1,4 @@
-"""Recipe + facts + device -> a resolved recipe that fits, with a reason for each choice.
+"""Recipe + facts + device -> a resolved recipe that fits, with a reason for each choice, and what it costs.
 
 `resolve` answers every "auto" once; the run folder keeps the answers, so a rerun is exact.
 """
@@ -12,13 +12,21 @@ from typing import Any
 from finetune.device import Device, named_device
 from finetune.errors import DoesNotFit, InputError
 from finetune.facts import Facts, read_facts
-from finetune.memory import BUCKETS, Line, activation_lines, static_lines
+from finetune.memory import BUCKETS, CONTEXT, Account, Line, account
 from finetune.method import target_modules, trainable_parameters
+from finetune.paths import Lengths, batch_of, in_words, path_of
 from finetune.recipe import Full, QLoRA, Recipe, load_recipe
+from finetune.speed import Speed, speed_of
+from finetune.steps import Batch, Path
 
-_ROOM = 0.9  # share of the device's memory that a plan may use; the rest is context and fragments
 _NO_SDPA = ("gemma2",)  # softcapped scores: transformers offers no sdpa for them
 _ROWS_CPU, _ROWS_CUDA = 8, 32  # more rows per pass gain no speed
+_ENOUGH = 2048  # tokens per pass from which a GPU is busy
+_SPARE = 0.05  # of what comes and goes: free pieces between the allocator's blocks
+_LIBRARIES = 900_000_000  # torch, transformers and their libraries in a process
+_CPU_ROOM = 0.9  # of a machine's memory; the rest is the system's
+CARDS = (8, 12, 16, 24, 40, 48, 80, 141)
+"""Common cards in GB."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +47,37 @@ class Plan:
     device: Device
     parameters: int
     trainable: int
-    lines: tuple[Line, ...]
+    batch: Batch
+    path: Path
+    account: Account
+    outside: tuple[Line, ...]
     choices: tuple[Choice, ...]
+    speed: Speed | None
+    lengths: Lengths | None = None
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Every line, those outside of torch's allocator last."""
+        return (*self.account.lines, *self.outside)
 
     @property
     def total(self) -> int:
-        """All lines together."""
-        return sum(line.bytes for line in self.lines)
+        """What the device must hold at the peak, with what lies outside of torch's allocator."""
+        return self.account.peak + sum(line.bytes for line in self.outside)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the device that training may use."""
+        return int(self.device.memory * (_CPU_ROOM if self.device.kind == "cpu" else 1))
 
     @property
     def fits(self) -> bool:
-        """Whether the total leaves a tenth of the device free."""
-        return self.total <= _ROOM * self.device.memory
+        """Whether the total fits into the room."""
+        return self.total <= self.room
 
     def buckets(self) -> dict[str, int]:
-        """Bytes per bucket, in order."""
-        return {bucket: sum(line.bytes for line in self.lines if line.bucket == bucket) for bucket in BUCKETS}
+        """Bytes per bucket that are alive at the peak, in order; together they are the total."""
+        return {b: sum(line.alive for line in self.lines if line.bucket == b) for b in BUCKETS}
 
     def document(self) -> dict[str, Any]:
         """What plan.json holds and `--json` prints."""
@@ -64,19 +87,52 @@ class Plan:
             "device": asdict(self.device),
             "parameters": self.parameters,
             "trainable": self.trainable,
+            "batch": asdict(self.batch),
+            "path": asdict(self.path),
+            "models": in_words(self.path, self.batch),
             "total": self.total,
+            "allocated": self.account.peak,
             "fits": self.fits,
+            "estimated": self.account.estimated,
+            "during": self.account.during,
             "buckets": self.buckets(),
-            "lines": [asdict(line) for line in self.lines],
+            "phases": self.account.phases,
+            "lines": [{**asdict(line), "at_peak": line.alive} for line in self.lines],
             "choices": [asdict(choice) for choice in self.choices],
+            "speed": None if self.speed is None else _speed_document(self.speed),
+            "lengths": None if self.lengths is None else _lengths_document(self.lengths),
         }
 
 
-def plan(recipe: Recipe | str, device: Device | str = "auto") -> Plan:
-    """Predict the training memory of a recipe on a device, before a weight is downloaded."""
+def _speed_document(speed: Speed) -> dict[str, Any]:
+    return {
+        "flop_per_token": speed.flop_per_token,
+        "tokens_per_second_at_peak": speed.floor,
+        "utilisation": speed.utilisation,
+        "tokens_per_second": speed.expected,
+    }
+
+
+def _lengths_document(lengths: Lengths) -> dict[str, Any]:
+    return {
+        "source": lengths.source,
+        "rows": lengths.of,
+        "rows_read": len(lengths.pairs),
+        "longest": lengths.longest,
+        "mean": lengths.mean,
+        "trained_share": lengths.trained_share,
+        "histogram": lengths.histogram(),
+    }
+
+
+def plan(recipe: Recipe | str, device: Device | str = "auto", lengths: Lengths | None = None) -> Plan:
+    """Predict the training memory of a recipe on a device, before a weight is downloaded.
+
+    `lengths` are those of the rows to be trained; without them every row is taken to be `data.max_length` long.
+    """
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     device = named_device(device) if isinstance(device, str) else device
-    return resolve(recipe, read_facts(recipe.model, recipe.load.revision), device)[1]
+    return resolve(recipe, read_facts(recipe.model, recipe.load.revision), device, lengths)[1]
 
 
 def require_fit(planned: Plan) -> None:
@@ -85,21 +141,20 @@ def require_fit(planned: Plan) -> None:
         return
     largest = max(planned.buckets().items(), key=lambda item: item[1])
     raise DoesNotFit(
-        f"{planned.method} of {planned.model} needs about {planned.total / 1e9:.1f} GB and {planned.device.name} has "
-        f"{planned.device.memory / 1e9:.1f} GB; the largest part is {largest[0]} with {largest[1] / 1e9:.1f} GB.",
-        _remedy(planned, largest[0]),
+        f"{planned.method} of {planned.model} needs {_about(planned)}{planned.total / 1e9:.1f} GB and "
+        f"{planned.device.name} has {planned.room / 1e9:.1f} GB for it; the largest part is {largest[0]} with "
+        f"{largest[1] / 1e9:.1f} GB.",
+        "`finetune plan` lists what would make it fit, cheapest first, and `finetune plan --fit FILE` writes it.",
     )
 
 
-def _remedy(planned: Plan, largest: str) -> str:
-    if largest in ("activations", "loss"):
-        return "Lower train.micro_batch or data.max_length, or set train.checkpointing: true."
-    if planned.method == "full":
-        return "Set method.kind: lora, which needs no gradients and optimizer state of the base."
-    return "Set method.kind: qlora, or take a smaller model." if planned.method == "lora" else "Take a smaller model."
+def _about(planned: Plan) -> str:
+    return "about " if planned.account.estimated else ""
 
 
-def resolve(recipe: Recipe, facts: Facts, device: Device) -> tuple[Recipe, Plan]:
+def resolve(
+    recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None
+) -> tuple[Recipe, Plan]:
     """Answer every "auto" of a recipe for this model and device, and plan the memory of the result.
 
     Raises `InputError` for targets the model does not have and batch sizes that do not divide.
@@ -112,13 +167,66 @@ def resolve(recipe: Recipe, facts: Facts, device: Device) -> tuple[Recipe, Plan]
         nonlocal recipe
         if getattr(getattr(recipe, part), field) == "auto":
             choices.append(Choice(f"{part}.{field}", value, because))
-            recipe = recipe.model_copy(update={part: getattr(recipe, part).model_copy(update={field: value})})
+            recipe = changed(recipe, f"{part}.{field}", value)
 
     for part, field, value, because in _answers(recipe, facts, device):
         settle(part, field, value, because)
-    micro, checkpointing, because = _batch(recipe, facts, device)
-    settle("train", "micro_batch", micro, because)
-    settle("train", "checkpointing", checkpointing, _why_checkpointing(checkpointing))
+    if "auto" in (recipe.train.micro_batch, recipe.train.checkpointing):
+        micro, checkpointing, because = _batch(recipe, facts, device, lengths)
+        settle("train", "micro_batch", micro, because)
+        settle("train", "checkpointing", checkpointing, _why_checkpointing(checkpointing))
+    _check(recipe, device)
+    return recipe, planned(recipe, facts, device, lengths, tuple(choices))
+
+
+def changed(recipe: Recipe, field: str, value: Any) -> Recipe:
+    """The recipe with one field, `part.name`, set to another value."""
+    part, _, name = field.partition(".")
+    return recipe.model_copy(update={part: getattr(recipe, part).model_copy(update={name: value})})
+
+
+def planned(
+    recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None, choices: tuple[Choice, ...] = ()
+) -> Plan:
+    """The plan of a recipe in which no "auto" is left."""
+    batch, path = batch_of(recipe, facts, device, lengths), path_of(recipe, facts, device)
+    held = account(recipe.method, facts, batch, path)
+    share = lengths.trained_share if lengths else batch.supervised / batch.tokens
+    length = int(lengths.mean) if lengths else batch.length
+    return Plan(
+        recipe.model,
+        recipe.method.kind,
+        device,
+        facts.parameters,
+        trainable_parameters(recipe.method, facts),
+        batch,
+        path,
+        held,
+        tuple(_outside(held, device)),
+        choices,
+        speed_of(recipe.method, facts, path, device, length, share),
+        lengths,
+    )
+
+
+def _outside(held: Account, device: Device) -> Iterator[Line]:
+    """What the device holds beside torch's tensors."""
+    if device.kind == "cpu":
+        yield Line("outside", "Python and libraries", _LIBRARIES, "as it is in practice", exact=False)
+        return
+    if device.count > 1:
+        copies = sum(line.bytes for line in held.lines if line.bucket == "gradients")
+        yield Line("outside", "buckets of DistributedDataParallel", copies, "a copy of the gradients")
+    yield Line("outside", "CUDA context", CONTEXT, "as it is in practice", exact=False)
+    moving = held.peak - held.phases["load"]
+    yield Line(
+        "outside", "spare pieces of the allocator", int(_SPARE * moving), f"{_SPARE:.0%} of what comes and goes",
+        exact=False,
+    )  # fmt: skip
+
+
+def _check(recipe: Recipe, device: Device) -> None:
+    """Refuse what cannot run, whatever the memory."""
     micro = int(recipe.train.micro_batch)
     if recipe.train.batch_size % (micro * device.count):
         below = recipe.train.batch_size // (micro * device.count) * micro * device.count
@@ -132,16 +240,6 @@ def resolve(recipe: Recipe, facts: Facts, device: Device) -> tuple[Recipe, Plan]
             f"train.precision {recipe.train.precision} with load.attention {recipe.load.attention} needs a GPU.",
             "Set both to auto.",
         )
-    planned = Plan(
-        recipe.model,
-        recipe.method.kind,
-        device,
-        facts.parameters,
-        trainable_parameters(recipe.method, facts),
-        (*_static(recipe, facts), *_active(recipe, facts)),
-        tuple(choices),
-    )
-    return recipe, planned
 
 
 def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str, str, Any, str]]:
@@ -185,26 +283,40 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
         yield "train", "optimizer", "adamw_torch_fused", "the fastest AdamW"
 
 
-def _batch(recipe: Recipe, facts: Facts, device: Device) -> tuple[int, bool, str]:
-    """Most rows per pass that fit, without recomputing if that fits."""
+# -------------------------------------------------------------------------------------------- rows and recomputing
+
+
+def _batch(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[int, bool | int, str]:
+    """Most rows per pass that fit, with the least recomputing; fewer rows are cheaper than recomputing, down to a
+    pass that still keeps the device busy."""
     train = recipe.train
     rows = (
         [train.micro_batch]
         if isinstance(train.micro_batch, int)
         else _divisors(train.batch_size // device.count, device)
     )
-    modes = [train.checkpointing] if isinstance(train.checkpointing, bool) else [False, True]
-    fixed = sum(line.bytes for line in _static(recipe, facts))
-    for checkpointing in modes:
-        for micro in rows:
-            trial = _with(recipe, micro, checkpointing)
-            if fixed + sum(line.bytes for line in _active(trial, facts)) <= _ROOM * device.memory:
-                return (
-                    micro,
-                    checkpointing,
-                    f"the most rows of {recipe.data.max_length:,} tokens that fit and divide the batch",
-                )
+    modes: list[bool | int] = [False, 4, 3, 2, True] if train.checkpointing == "auto" else [train.checkpointing]
+    length = min(lengths.longest if lengths else recipe.data.max_length, recipe.data.max_length)
+    busy = [n for n in rows if n * length >= _ENOUGH] or rows[:1]
+
+    def fits(micro: int, mode: bool | int) -> bool:
+        trial = changed(changed(recipe, "train.micro_batch", micro), "train.checkpointing", mode)
+        return planned(trial, facts, device, lengths).fits
+
+    because = f"the most rows of {length:,} tokens that fit and divide the batch"
+    for mode in modes:
+        if (micro := _most(busy, mode, fits)) is not None:
+            return micro, mode, because
+    if (micro := _most(rows, modes[-1], fits)) is not None:
+        return micro, modes[-1], because
     return rows[-1], modes[-1], "the fewest rows; even they do not fit"
+
+
+def _most(rows: list[int], mode: bool | int, fits: Any) -> int | None:
+    """The largest of falling `rows` that fits; None when not even the smallest does."""
+    if not fits(rows[-1], mode):
+        return None
+    return next(micro for micro in rows if micro == rows[-1] or fits(micro, mode))
 
 
 def _divisors(batch: int, device: Device) -> list[int]:
@@ -212,30 +324,12 @@ def _divisors(batch: int, device: Device) -> list[int]:
     return [n for n in range(min(most, batch), 0, -1) if batch % n == 0] or [1]
 
 
-def _why_checkpointing(on: bool) -> str:
-    return "without it the step does not fit; costs about 30 % more time" if on else "the step fits without it"
+def _why_checkpointing(mode: bool | int) -> str:
+    if mode is False:
+        return "the step fits without it"
+    if mode is True:
+        return "without it the step does not fit; costs about 30 % more time"
+    return f"every {mode}. layer is enough to make it fit; costs about {30 / mode:.0f} % more time"
 
 
-def _with(recipe: Recipe, micro: int, checkpointing: bool) -> Recipe:
-    train = recipe.train.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
-    return recipe.model_copy(update={"train": train})
-
-
-def _static(recipe: Recipe, facts: Facts) -> list[Line]:
-    return static_lines(recipe.method, facts, recipe.load.dtype, recipe.train.optimizer)
-
-
-def _active(recipe: Recipe, facts: Facts) -> list[Line]:
-    train = recipe.train
-    return activation_lines(
-        recipe.method,
-        facts,
-        dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[train.precision],
-        rows=int(train.micro_batch),
-        length=min(recipe.data.max_length, facts.max_position or recipe.data.max_length),
-        checkpointing=bool(train.checkpointing),
-        eager=recipe.load.attention == "eager",
-    )
-
-
-__all__ = ["Choice", "Plan", "plan", "require_fit", "resolve"]
+__all__ = ["CARDS", "Choice", "Plan", "changed", "plan", "planned", "require_fit", "resolve"]

@@ -152,8 +152,9 @@ class Train(_Part):
     precision: Auto | Literal["fp32", "bf16", "fp16"] = Field(
         "auto", description="Type of the products (autocast): auto, fp32, bf16 or fp16."
     )
-    checkpointing: Auto | bool = Field(
-        "auto", description="Recompute activations in the backward pass to save memory."
+    checkpointing: Auto | bool | Annotated[int, Field(ge=2, le=64)] = Field(
+        "auto",
+        description="Recompute activations in the backward pass: auto, true, false, or n for every n-th layer only.",
     )
     seed: int = Field(42, ge=0, le=2**32 - 1, description="Seed of adapters, row order and dropout.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")

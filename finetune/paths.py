@@ -1,0 +1,140 @@
+"""Recipe + device -> the path that the trainer takes, and the micro-batch it takes it with.
+
+The trainer asks here too (which loss, are rows laid flat), so that what is planned is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.device import Device
+from finetune.facts import Facts
+from finetune.recipe import Recipe
+from finetune.steps import Attention, Batch, Loss, Path
+
+# Families whose forward pass tells several rows in one apart by their positions (transformers' packed masks).
+KEEPS_ROWS_APART = frozenset(
+    "gemma gemma2 gemma3_text granite llama mistral olmo olmo2 phi3 qwen2 qwen3 smollm3".split()
+)
+_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp32": None}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens and trained tokens of the rows that will be trained, as (tokens, trained) pairs, longest first.
+
+    `of` is how many rows the pairs stand for: all of them, or the ones read of a larger file.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    source: str
+    of: int
+
+    @classmethod
+    def read(cls, pairs: Sequence[tuple[int, int]], source: str, of: int | None = None) -> Lengths:
+        """Sorts the rows."""
+        return cls(tuple(sorted(pairs, reverse=True)), source, of or len(pairs))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self.pairs[0][0]
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a row on average."""
+        return sum(tokens for tokens, _ in self.pairs) / len(self.pairs)
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the tokens that give a loss."""
+        return sum(trained for _, trained in self.pairs) / sum(tokens for tokens, _ in self.pairs)
+
+    def histogram(self, bins: int = 8) -> list[tuple[int, int]]:
+        """(upper end in tokens, rows) of equal bins up to the longest row."""
+        width = -(-self.longest // bins)
+        counts = [0] * bins
+        for tokens, _ in self.pairs:
+            counts[min((tokens - 1) // width, bins - 1)] += 1
+        return [((number + 1) * width, count) for number, count in enumerate(counts)]
+
+
+def lies_flat(model_type: str, device: Device, micro_batch: int) -> bool:
+    """Whether the rows of a micro-batch are laid end to end instead of padded to the longest.
+
+    On a CPU the mask this takes costs less than padding. The model must keep the rows apart by their positions.
+    """
+    return device.kind == "cpu" and micro_batch > 1 and model_type in KEEPS_ROWS_APART
+
+
+def batch_of(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None) -> Batch:
+    """The largest micro-batch of a run: the longest rows together, or `max_length` while the rows are not known."""
+    rows = int(recipe.train.micro_batch)
+    longest = min(recipe.data.max_length, facts.max_position or recipe.data.max_length)
+    if lengths is None:
+        taken = [(longest, longest - 1)] * rows
+    else:
+        taken = [(min(tokens, longest), min(trained, longest - 1)) for tokens, trained in lengths.pairs[:rows]]
+        taken += taken[-1:] * (rows - len(taken))
+    trained = max(sum(count for _, count in taken), 1)
+    if lies_flat(facts.model_type, device, rows):
+        return Batch(1, sum(tokens for tokens, _ in taken), trained, flat=True)
+    return Batch(rows, taken[0][0], trained, padded=taken[0][0] != taken[-1][0])
+
+
+def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
+    """The path of a resolved recipe."""
+    train = recipe.train
+    checkpointing = int(train.checkpointing) if train.checkpointing != "auto" else 0
+    card: dict[str, Any] = {}
+    if device.capability is not None:
+        card["capability"] = device.capability
+    if device.multiprocessors is not None:
+        card["multiprocessors"] = device.multiprocessors
+    micro = int(train.micro_batch)
+    return Path(
+        device=device.kind,
+        weights=recipe.load.dtype,
+        autocast=_AUTOCAST[train.precision],
+        attention=_attention(recipe, device),
+        loss=loss_of(device),
+        checkpointing=checkpointing,
+        optimizer=train.optimizer,
+        accumulates=train.batch_size > micro * device.count,
+        input_grads=checkpointing > 0,
+        **card,
+    )
+
+
+def loss_of(device: Device) -> Loss:
+    """On a CPU the toolkit's own head on supervised rows; TRL's would score every position there."""
+    return "supervised" if device.kind == "cpu" else "tiled"
+
+
+def _attention(recipe: Recipe, device: Device) -> Attention:
+    """What runs under transformers' name for it."""
+    if recipe.load.attention == "eager":
+        return "eager"
+    if device.kind == "cpu":
+        return "cpu"
+    # torch's flash kernel needs 16-bit inputs and a card from 2020 on; Turing and older take the memory-efficient one.
+    modern = device.capability is None or device.capability >= (8, 0)
+    return "flash" if modern and recipe.train.precision != "fp32" else "efficient"
+
+
+def in_words(path: Path, batch: Batch) -> str:
+    """One sentence on what the plan models."""
+    attention = {
+        "eager": "eager attention (scores in full)", "math": "torch's portable attention",
+        "cpu": "torch's CPU attention kernel", "flash": "the flash attention kernel",
+        "efficient": "the memory-efficient attention kernel",
+    }[path.attention]  # fmt: skip
+    loss = {
+        "supervised": "logits of supervised rows only", "tiled": "TRL's loss head in tiles",
+        "library": "transformers' loss over all logits",
+    }[path.loss]  # fmt: skip
+    rows = "rows laid end to end" if batch.flat else "rows padded to the longest" if batch.padded else "rows of one length"
+    cast = f"{path.autocast} products" if path.autocast else f"{path.weights} throughout"
+    return f"{attention}, {loss}, {rows}, {cast}"
