@@ -14,10 +14,23 @@ The modules in reading order, which is also the only legal direction of imports:
     run           the folder one run leaves behind
     device        what this machine can hold
     method        full, LoRA, QLoRA: targets and trainable counts
+    steps         one training step: its micro-batch, and the path through model and loss
+    allocator     CUDA's caching allocator replayed
+    ledger        live bytes through one step
+    kernels       what kernels allocate inside themselves
+    optimizers    what each optimizer keeps, and needs while it steps
+    tape          autograd with sizes instead of numbers
+    decoder       one training step without torch
     memory        bytes, line by line
+    paths         recipe + device -> the path that the trainer takes
+    speed         floating-point operations and tokens per second
     plan          recipe + facts + device -> a resolved recipe that fits
+    fit           what would make it fit, cheapest first
+    compare       one model in all ways of training it
+    sharding      what several GPUs share
     start         the beginning of a recipe: init and the list of shipped ones
     embedded      the model that comes from a PyPI package
+    home_words    its templates, names and wordings
     home_intents  the data set that comes from two PyPI packages
     formats       any row -> chat messages, or a verdict
     files         a file, glob or hub data set -> raw rows with their place
@@ -30,6 +43,10 @@ The modules in reading order, which is also the only legal direction of imports:
     ---------------------------------------------------------------- above this line nothing imports torch
     fast.head     the loss on supervised rows only
     model         weights on the device, adapter attached
+    measure       what a step really takes
+    meta          the very model on the meta device
+    as_cuda       what a GPU would run, for a trace without one
+    simulate      one training step on meta tensors
     callbacks     what is watched while training
     trainer       everything above -> one SFTTrainer
     generate      a run or a model folder -> text

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback  # noqa: TID253
 
 from finetune.errors import FinetuneError
+from finetune.fast.head import IGNORED
+from finetune.measure import Gauge
 from finetune.run import Run
+from finetune.steps import Batch
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -37,6 +40,55 @@ class Clock(TrainerCallback):
         self.seconds += now - self._began
         if self.first_step is None:
             self.first_step = now - self._created
+
+
+class Measure(TrainerCallback):
+    """The memory that a step really takes, and the micro-batches it took it with.
+
+    On a GPU the allocator's peak since training began. On a CPU torch's allocation events over one step, the second:
+    in the first one the optimizer's state is still missing.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.gauge = Gauge(device)
+        self.batches: list[Batch] = []
+        self.peak: int | None = None
+        self._on_cpu, self._seen, self._most, self._running = device == "cpu", 0, 0, False
+
+    def saw(self, inputs: dict[str, Any]) -> None:
+        """A micro-batch of training. On a GPU only one larger than those before is looked into: that waits for it."""
+        rows, length = inputs["input_ids"].shape
+        if not (self._running or (not self._on_cpu and rows * length > self._most)):
+            return
+        self._most = max(self._most, rows * length)
+        mask = inputs.get("attention_mask")
+        trained = int((inputs["labels"][:, 1:] != IGNORED).sum())
+        padded = mask is not None and not bool(mask.all())
+        self.batches.append(Batch(rows, length, max(trained, 1), flat="position_ids" in inputs, padded=padded))
+
+    @property
+    def largest(self) -> Batch | None:
+        """The largest micro-batch measured."""
+        return max(self.batches, key=lambda batch: (batch.tokens, batch.supervised), default=None)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._on_cpu:
+            self.gauge.start()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._seen += 1
+        if self._on_cpu and self._seen == 2:
+            self.gauge.start()
+            self._running = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._running:
+            self._running = False
+            self.peak = self.gauge.stop()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._on_cpu:
+            self.peak = self.gauge.stop()
 
 
 class Record(TrainerCallback):

@@ -261,6 +261,24 @@ def recipes(as_json: Json = False) -> None:
 
 
 @app.command(rich_help_panel=GROUND)
+def facts(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder, .gguf file or smollm2-135m.")],
+    revision: Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a hub model.")] = None,  # noqa: UP045
+    as_json: Json = False,
+) -> None:
+    """Show what a model is, from its headers: parameters, types, numbers and layers."""
+    from finetune.facts import read_facts
+
+    found = read_facts(model, revision)
+    if as_json:
+        _document(found.document())
+        return
+    from finetune.report import facts_view
+
+    _show(facts_view(found))
+
+
+@app.command(rich_help_panel=GROUND)
 def runs(as_json: Json = False) -> None:
     """List the runs under runs/."""
     from finetune.run import all_runs

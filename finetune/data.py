@@ -58,6 +58,11 @@ class Rows:
         return [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
 
     @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(tokens, tokens that give a loss) of every row."""
+        return [(len(row.input_ids), _trained(row)) for row in self]
+
+    @property
     def tokens(self) -> int:
         return len(self._ids)
 

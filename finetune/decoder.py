@@ -79,7 +79,8 @@ class _Decoder:
         self.rows, self.length = batch.rows, batch.length
         self.low_copies: dict[int, Tensor] = {}
         self.mask: list[Tensor] = []
-        self.lump: list[Block] = []
+        self.lump: dict[Block, Block] = {}
+        self.lump_gradients: list[Block] = []
         self.layers = self._layers()
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -166,28 +167,43 @@ class _Decoder:
         if self.path.device == "cuda":
             self.ledger.take(Block("workspace", "cuBLAS, forward thread", kernels.cublas_workspace(self.path)))
             self.ledger.take(Block("workspace", "cuBLAS, backward thread", kernels.cublas_workspace(self.path)))
+        earlier: list[Block] = []
         if self.path.accumulates:
-            earlier = [
-                self.ledger.take(Block("gradients", "of earlier micro-batches", 4 * _size(s))) for s in trained
-            ]
+            earlier += (self.ledger.take(Block("gradients", "of earlier passes", 4 * _size(s))) for s in trained)
         kept = self._forward_backward()
         self.ledger.begin("optimizer")
         self.ledger.passing(step_temporaries(self.path, trained), "optimizer step")
         del kept
-        if self.path.accumulates:
-            for block in earlier:
-                self.ledger.give(block)
+        for block in earlier:
+            self.ledger.give(block)
+        for parameter in self.parameters:
+            parameter.grad = None
+        for block in self.lump_gradients:
+            self.ledger.give(block)
+        self.ledger.begin("evaluation")
+        with self.tape.silent():
+            self._forward()
         self.ledger.finish()
         return Step(self.ledger, resident, paged)
 
     def _forward_backward(self) -> object:
         tape = self.tape
         self.ledger.begin("forward")
+        loss, output = self._forward()
+        self.ledger.begin("backward")
+        tape.where = "backward of the loss"
+        tape.backward(loss)
+        self.mask = []
+        return output if self.path.keeps_output else None
+
+    def _forward(self) -> tuple[Tensor, Tensor | None]:
+        """The loss, and the logits where the path makes them all."""
+        tape = self.tape
         tape.bucket, tape.where = "activations", "forward"
         self.casting = True
         ids = tape.new("token ids", (self.rows, self.length), 8)
         hidden = self._embedding()
-        first_mask = self._masks(hidden.width)
+        self._masks(hidden.width)
         cos = tape.new(
             "rotary tables", (1 if not self.batch.flat else self.rows, self.length, self.facts.head_dim), hidden.width
         )
@@ -206,22 +222,17 @@ class _Decoder:
         hidden = self._norm(hidden, self._norm_weight(self.full))
         tape.bucket, tape.where = "loss", "the loss"
         loss, output = self._loss(hidden)
-        del hidden, first_mask, cos, sin, ids
         self.low_copies.clear()
         self.casting = False
-        remains = output if self.path.keeps_output else None
-        del output
-        self.ledger.begin("backward")
-        tape.where = "backward of the loss"
-        tape.backward(loss)
-        self.mask = []
-        return remains
+        for block in [block for block in self.lump if not block.live]:
+            self.ledger.give(self.lump.pop(block))  # what went with autocast's cache goes in the skipped layers too
+        return loss, output if self.path.keeps_output else None
 
-    def _lump(self, kept: list[Block]) -> list[Block]:
+    def _lump(self, kept: list[Block]) -> dict[Block, Block]:
         """Enter what one period of layers keeps once more for every period between it and the last."""
         times = self.skipped // self.lump_starts
-        copies = (Block(b.bucket, b.what, b.size, b.shape, b.width, times * b.count) for b in kept)
-        return [self.ledger.take(copy) for copy in copies]
+        copies = {b: Block(b.bucket, b.what, b.size, b.shape, b.width, times * b.count) for b in kept}
+        return {block: self.ledger.take(copy) for block, copy in copies.items()}
 
     def _run_layer(self, x: Tensor, index: int) -> Tensor:
         layer, number = self.layers[index], self.shown[index]
@@ -244,12 +255,13 @@ class _Decoder:
 
     def _let_lump_go(self) -> None:
         """The skipped layers have run backward: their activations are gone, their gradients have come."""
-        for block in self.lump:
+        for block in self.lump.values():
             self.ledger.give(block)
-        self.lump = []
+        self.lump = {}
         if not self.path.accumulates:
             for shape in self._trained_in_layer():
-                self.ledger.take(Block("gradients", "gradients", 4 * _size(shape), count=self.skipped))
+                block = Block("gradients", "gradients", 4 * _size(shape), count=self.skipped)
+                self.lump_gradients.append(self.ledger.take(block))
 
     def _trained_in_layer(self) -> list[tuple[int, ...]]:
         """Shapes of what layer 1 trains."""
@@ -263,6 +275,7 @@ class _Decoder:
         out = tape.new("embedding", shape, self.stored)
         if self.full:
             table = self._parameter("embedding", (facts.vocab_size, facts.hidden_size), self.stored, trained=True)
+            table.shared = facts.tied and self.path.loss != "tiled"  # TRL's head gives a gradient that can be added to
             self.table = table
             tokens = self.batch.tokens
 
@@ -278,7 +291,7 @@ class _Decoder:
             out.source = leaf
         return tape.scaled(out, "scaled embedding") if self.gemma else out
 
-    def _masks(self, width: int) -> list[Tensor]:
+    def _masks(self, width: int) -> None:
         """The attention masks that transformers builds: for eager always, for sdpa when rows are padded or share one."""
         kinds = 2 if self.facts.model_type == "gemma2" else 1
         shape = (self.rows, 1, self.length, self.length)
@@ -286,7 +299,6 @@ class _Decoder:
             self.mask = [self.tape.new("attention mask", shape, width) for _ in range(kinds)]
         elif self.batch.flat or self.batch.padded:
             self.mask = [self.tape.new("attention mask", shape, 1) for _ in range(kinds)]
-        return self.mask
 
     def _norm_weight(self, trained: bool) -> Parameter:
         return self._parameter("norms", (self.facts.hidden_size,), self.stored, trained=trained)

@@ -2,7 +2,7 @@
 
 `read_facts` looks in this order and stops at the first that knows the model:
 
-    a local folder        config.json + the header of every *.safetensors file
+    a local folder        config.json + the headers of its safetensors files
     a .gguf file          its header, with llama.cpp's names turned into Hugging Face's
     a bundled fact file   smollm2-135m and the models of the shipped recipes, so that planning needs no network
     the hub's cache       a snapshot that was downloaded before
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from finetune import hub_headers
 from finetune.errors import ModelError
 from finetune.gguf_header import read_gguf
 from finetune.tensors import GROUPS, Group, Tensor, group_of, in_tower, layer_of
-from finetune.weight_files import INDEX, SINGLE, HeaderError, read_header
+from finetune.weight_files import read_model
 
 Source = Literal["bundled", "local folder", "hub cache", "hub headers", "gguf"]
 
@@ -33,6 +34,28 @@ class Linear(NamedTuple):
     name: str
     out_features: int
     in_features: int
+
+
+class LinearKind(NamedTuple):
+    """The Linear layers of one name and shape, and how many of them the model has."""
+
+    name: str
+    out_features: int
+    in_features: int
+    copies: int
+
+    @property
+    def parameters(self) -> int:
+        """Weights of all of them, without biases."""
+        return self.copies * self.out_features * self.in_features
+
+
+class Stored(NamedTuple):
+    """What is stored in one type."""
+
+    tensors: int
+    parameters: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +99,20 @@ class Facts:
         """Bytes of the weights as stored; of a GGUF file, as it unpacks (bfloat16)."""
         return sum(tensor.bytes for tensor in self.tensors)
 
+    def by_dtype(self) -> dict[str, Stored]:
+        """Tensors, parameters and bytes of each type, in safetensors' spelling, the largest first."""
+        found = {name: [t for t in self.tensors if t.dtype == name] for name in {t.dtype for t in self.tensors}}
+        stored = {
+            name: Stored(len(those), sum(t.size for t in those), sum(t.bytes for t in those))
+            for name, those in found.items()
+        }
+        return dict(sorted(stored.items(), key=lambda item: (-item[1].bytes, item[0])))
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether the files hold the weights packed in few bits, and `dtype` is what they unpack to."""
+        return self.source == "gguf" or (self.source == "bundled" and self.model == EMBEDDED)
+
     def linears(self, *, towers: bool = False) -> list[Linear]:
         """The Linear layers of the decoder, without the output head; `towers` adds those of vision and audio parts.
 
@@ -83,6 +120,15 @@ class Facts:
         """
         found = [tensor for tensor in self.tensors if tensor.is_linear]
         return [self._linear(tensor) for tensor in found if towers or not in_tower(tensor.name)]
+
+    def linear_kinds(self) -> list[LinearKind]:
+        """The Linear layers by name and shape in the model's order, those of towers and the output head included.
+
+        A decoder layer's part keeps the name it has inside the layer: `model.layers.0.mlp.up_proj` -> `mlp.up_proj`.
+        """
+        linears = [*self.linears(towers=True), *filter(None, [self.head()])]
+        counts = Counter((_kind_of(name), rows, columns) for name, rows, columns in linears)
+        return [LinearKind(*kind, copies) for kind, copies in counts.items()]
 
     def head(self) -> Linear | None:
         """The output head as a Linear layer; None when it shares the embedding's weight."""
@@ -106,10 +152,41 @@ class Facts:
         """Whether there are vision or audio parts beside the decoder."""
         return any(in_tower(tensor.name) for tensor in self.tensors)
 
+    def document(self) -> dict[str, Any]:
+        """Everything that `finetune facts --json` prints."""
+        return {
+            "model": self.model,
+            "source": self.source,
+            "architecture": self.architecture,
+            "model_type": self.model_type,
+            "parameters": self.parameters,
+            "bytes": self.weight_bytes(),
+            "tensors": len(self.tensors),
+            "tied": self.tied,
+            "unpacked": self.unpacked,
+            "groups": {
+                group: {"parameters": size, "share": size / self.parameters}
+                for group, size in self.by_group().items()
+            },
+            "dtypes": {name: stored._asdict() for name, stored in self.by_dtype().items()},
+            "numbers": {name: getattr(self, name) for name in _KEYS},
+            "linears": [
+                {"name": kind.name, "shape": [kind.out_features, kind.in_features], "count": kind.copies}
+                for kind in self.linear_kinds()
+            ],
+        }
+
     def _linear(self, tensor: Tensor) -> Linear:
         rows, columns = tensor.shape
         flipped = self.conv1d and group_of(tensor.name) != "head"
         return Linear(tensor.module, columns, rows) if flipped else Linear(tensor.module, rows, columns)
+
+
+def _kind_of(module: str) -> str:
+    """A layer's name without its number: `model.layers.3.mlp.up_proj` -> `mlp.up_proj`, `vision.blocks.*.fc1`."""
+    layer = layer_of(module)
+    inside = module if layer is None else module.split(f".{layer}.", 1)[1]
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", inside)
 
 
 # ------------------------------------------------------------------------------------- config.json + tensors -> Facts
@@ -182,6 +259,9 @@ def _with_numbers(facts: Facts, config: Mapping[str, Any]) -> Facts:
     Raises `ModelError` when neither says, or when fewer layers lie in the files than the config names.
     """
     said = {name: _first(config, keys) for name, keys in _KEYS.items()}
+    if said["intermediate_size"] and facts.model_type == "recurrent_gemma":
+        said["intermediate_size"] //= 2  # its config counts the gate and the up projection as one
+    _check_sizes(facts, said)
     linear = {layer.name.rpartition(".")[2]: layer.out_features for layer in facts.linears()}
     vocab, width = next(t.shape for t in facts.tensors if group_of(t.name) == "embedding" and len(t.shape) == 2)
     per_head = next((t.shape[0] for t in facts.tensors if t.name.endswith("self_attn.q_norm.weight")), None)
@@ -189,7 +269,7 @@ def _with_numbers(facts: Facts, config: Mapping[str, Any]) -> Facts:
     layers = said["layers"] or max(found, default=-1) + 1
     if len(found) < layers:
         raise ModelError(
-            f"{facts.model} has weights for {len(found)} of the {layers} layers that its config.json names.",
+            f"{facts.model} has weights for {len(found)} of the {layers} layers that its {_paper(facts)} names.",
             "Download or save the model again; files are missing.",
         )
     hidden = said["hidden_size"] or width
@@ -198,12 +278,12 @@ def _with_numbers(facts: Facts, config: Mapping[str, Any]) -> Facts:
         heads = linear["q_proj"] // head_dim
     if not heads:
         raise ModelError(
-            f"The config.json of {facts.model} does not say how many attention heads it has.",
-            "finetune trains decoder language models with attention; check the file's num_attention_heads.",
+            f"The {_paper(facts)} of {facts.model} does not say how many attention heads it has.",
+            "finetune trains decoder language models with attention; check its num_attention_heads.",
         )
     head_dim = head_dim or max(linear.get("q_proj", hidden) // heads, 1)
     kv_heads = 1 if config.get("multi_query") and not config.get("new_decoder_architecture") else said["kv_heads"]
-    up = next((linear[name] for name in ("up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h") if name in linear), None)
+    up = next((linear[name] for name in _UP if name in linear), None)
     return replace(
         facts,
         hidden_size=hidden,
@@ -215,6 +295,49 @@ def _with_numbers(facts: Facts, config: Mapping[str, Any]) -> Facts:
         vocab_size=said["vocab_size"] or vocab,
         max_position=said["max_position"],
     )
+
+
+# What architectures call the layers into and out of the MLP's inner size.
+_UP = ("up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h")
+_DOWN = ("down_proj", "fc2", "fc_out", "dense_4h_to_h")
+
+
+def _check_sizes(facts: Facts, said: Mapping[str, int | None]) -> None:
+    """Raises `ModelError` when config.json names a size that no weight has: it belongs to another model.
+
+    Only what every model must have is asked for. A vocabulary may be smaller than its padded embedding, a factorised
+    embedding narrower than the norms (OPT 350M), and a mixture of experts need not have one layer of the plain
+    intermediate size (Qwen3 MoE).
+    """
+    tables = [t.shape for t in facts.tensors if group_of(t.name) in ("embedding", "head") and len(t.shape) == 2]
+    rows, columns = {shape[0] for shape in tables}, {shape[1] for shape in tables}
+    norms = {t.size for t in facts.tensors if "norm" in t.name.lower() and not in_tower(t.name)}
+    mlps = [layer for layer in facts.linears() if layer.name.rpartition(".")[2] in _UP + _DOWN]
+    # Both sides, as some architectures (Jais) store [in, out].
+    inner = {size for layer in mlps for size in (layer.out_features, layer.in_features) if not facts.has_experts}
+    wide, vocab, mlp = said["hidden_size"], said["vocab_size"], said["intermediate_size"]
+    if wide and wide not in columns | norms:
+        raise _contradiction(facts, "hidden_size", wide, f"its embedding is {_or(columns)} wide")
+    if vocab and vocab > max(rows):
+        raise _contradiction(facts, "vocab_size", vocab, f"its embedding has {max(rows):,} rows")
+    if mlp and inner and mlp not in inner:
+        raise _contradiction(facts, "intermediate_size", mlp, f"its MLP layers are {_or(inner - {wide})} wide inside")
+
+
+def _or(sizes: Iterable[int]) -> str:
+    return " or ".join(f"{size:,}" for size in sorted(sizes))
+
+
+def _contradiction(facts: Facts, key: str, size: int, has: str) -> ModelError:
+    return ModelError(
+        f"{facts.model} says {key} {size:,} in its {_paper(facts)}, and {has}.",
+        "The weights are another model's; download or save both again.",
+    )
+
+
+def _paper(facts: Facts) -> str:
+    """Where a model says what it is."""
+    return "header" if facts.source == "gguf" else "config.json"
 
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
@@ -230,9 +353,12 @@ def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
 
 # ---------------------------------------------------------------------------------------------------- finding a model
 
+EMBEDDED = "smollm2-135m"
+"""The name of the model that comes from a package, packed in few bits."""
+
 # Name -> (fact file, stored dtype). A tuned variant has its base's shapes; the embedded model unpacks to F32.
 _BUNDLED = {
-    "smollm2-135m": ("smollm2-135m", "F32"),
+    EMBEDDED: ("smollm2-135m", "F32"),
     "google/gemma-2-2b": ("gemma-2-2b", "F32"),
     "google/gemma-2-2b-it": ("gemma-2-2b", "BF16"),
     "meta-llama/Llama-2-7b-hf": ("llama-2-7b", "F16"),
@@ -243,9 +369,14 @@ _BUNDLED = {
 def read_facts(model: str, revision: str | None = None) -> Facts:
     """The facts of a local folder, a .gguf file, a bundled model or a hub id (at `revision`: branch, tag or commit).
 
-    Raises `ModelError` when there is no such model, it has no readable weights, or it may not be read.
+    A bundled model has the same shapes at every revision. Raises `ModelError` when there is no such model, it has no
+    readable weights, it contradicts its config.json, or it may not be read; and for a revision of what has none.
     """
     path = Path(model).expanduser()
+    if revision is not None and (path.exists() or path.suffix == ".gguf" or model == EMBEDDED):
+        raise ModelError(
+            f"{model} does not come from the hub, so it has no revision '{revision}'.", "Leave the revision out."
+        )
     if path.is_dir():
         return _from_folder(path, model, "local folder")
     if path.suffix == ".gguf":
@@ -287,8 +418,8 @@ def _from_folder(folder: Path, model: str, source: Source) -> Facts:
     if not (folder / "config.json").is_file():
         raise _no_config(folder)
     config = _read_json(folder / "config.json")
-    tensors = [tensor for shard in _shards(folder) for tensor in _stored(shard)]
-    return _facts(model, source, config, tensors)
+    stored = [tensor for shard in read_model(folder) for tensor in shard.tensors.values()]
+    return _facts(model, source, config, [Tensor(tensor.name, tensor.shape, tensor.dtype) for tensor in stored])
 
 
 def _no_config(folder: Path) -> ModelError:
@@ -309,58 +440,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object.", "Download or save the model again.")
     return content
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The files that transformers would load: those of the index, or model.safetensors, or whatever there is.
-
-    Others beside them (Mistral's consolidated.safetensors, an adapter) hold no further weights of the model.
-    """
-    index = folder / INDEX
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if index.is_file():
-        shards = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
-        if missing := [shard.name for shard in shards if not shard.is_file()]:
-            raise ModelError(
-                f"The folder {folder} lacks {len(missing)} of its {len(shards)} shards: {', '.join(missing[:3])}.",
-                "Download or save the model again.",
-            )
-    else:
-        shards = [
-            p for p in sorted(folder.glob("*.safetensors")) if not p.name.startswith(("adapter_", "consolidated"))
-        ]
-    if shards:
-        return shards
-    if old := sorted(folder.glob("*.bin")):
-        raise ModelError(
-            f"The folder {folder} has its weights as {old[0].name} only, and finetune reads safetensors.",
-            "Load it once with transformers and `save_pretrained` it, which writes model.safetensors.",
-        )
-    raise ModelError(f"The folder {folder} has a config.json but no weights (*.safetensors).", "Download it whole.")
-
-
-def _stored(shard: Path) -> list[Tensor]:
-    """The tensors of one file. Raises `ModelError` naming the file when it is not whole or no safetensors file."""
-    try:
-        tensors = read_header(shard).tensors.values()
-    except HeaderError as error:
-        raise _not_whole(shard, error) from None
-    return [Tensor(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
-
-
-def _not_whole(shard: Path, error: HeaderError) -> ModelError:
-    hint = "Download or save the model again."
-    if error.fault == "pointer":
-        return ModelError(f"{shard} is a Git LFS pointer, not the weights.", "Fetch them with `git lfs pull`.")
-    if error.fault == "garbled":
-        return ModelError(f"The header of {shard} cannot be read.", hint)
-    if error.fault == "no room":
-        what = f"cut short or no safetensors file: its header does not fit {error.size:,} bytes"
-    else:
-        wrong = "cut short" if error.size < error.claimed else "too long"
-        what = f"{wrong}: its header describes {error.claimed:,} bytes and the file has {error.size:,}"
-    return ModelError(f"{shard} is {what}.", hint)
 
 
 def _from_cache(model: str, revision: str | None) -> Facts | None:

@@ -1,4 +1,4 @@
-"""Live bytes through one training step: who holds what, the most at once in each phase, and who held it then.
+r"""Live bytes through one training step: who holds what, the most at once in each phase, and who held it then.
 
     take(weights) take(activation 1) take(activation 2) give(activation 2) ...
          live ^        ___/‾‾\__

@@ -8,8 +8,15 @@ libraries and pages that nobody uses any more.
 from __future__ import annotations
 
 import gc
+import os
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
+
+from finetune.facts import Facts
+from finetune.memory import account
+from finetune.recipe import Method
+from finetune.steps import Batch, Path
 
 
 def live_bytes() -> int:
@@ -45,6 +52,7 @@ class Gauge:
             self.before = torch.cuda.memory_allocated()
             return
         self.before = live_bytes()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would announce itself on stderr
         self._profile = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True, record_shapes=False)
         self._profile.__enter__()
 
@@ -75,3 +83,34 @@ class Gauge:
     ) -> None:
         if kind is None:
             self.stop()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured peak beside the one predicted for the very micro-batches of that step, in bytes."""
+
+    peak: int
+    predicted: int
+    batch: Batch
+    during: str
+
+    @property
+    def difference(self) -> float:
+        """Predicted over measured, minus one."""
+        return self.predicted / self.peak - 1
+
+    def document(self) -> dict[str, Any]:
+        """For result.json."""
+        return {
+            "peak_bytes": self.peak,
+            "predicted_bytes": self.predicted,
+            "difference": round(self.difference, 5),
+            "batch": asdict(self.batch),
+            "predicted_during": self.during,
+        }
+
+
+def held_against(peak: int, batch: Batch, path: Path, method: Method, facts: Facts) -> Measured:
+    """A measured step beside its prediction."""
+    predicted = account(method, facts, batch, path)
+    return Measured(peak, predicted.peak, batch, predicted.during)

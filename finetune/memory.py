@@ -167,7 +167,7 @@ def account(method: Method, facts: Facts, batch: Batch, path: Path) -> Account:
     lines.append(
         Line("temporary", "rounding", rest, "every tensor to 512 bytes" if path.device == "cuda" else "none")
     )
-    phases = {"load": step.resident, **{name: ledger.peaks[name].bytes for name in PHASES}}
+    phases = {"load": step.resident, **{name: ledger.peaks[name].bytes for name in (*PHASES, "evaluation")}}
     return Account(tuple(lines), phases, _during(peak), estimated)
 
 

@@ -154,17 +154,26 @@ def adapter_shapes(method: Method, facts: Facts) -> list[AdapterShape]:
     ]
 
 
-def trainable_parameters(method: Method, facts: Facts) -> int:
-    """Exact number of trained parameters.
+def trained_tensors(method: Method, facts: Facts) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every trained tensor, in the model's order.
 
-    LoRA: rank * (in + out) for each adapted layer (Hu et al. 2021, section 4.2). DoRA adds a magnitude per output
-    (Liu et al. 2024, arXiv:2402.09353). Full: every parameter, a tied head once.
+    LoRA trains A [rank, in] and B [out, rank] of each adapted layer (Hu et al. 2021, section 4.2); DoRA a magnitude per
+    output besides (Liu et al. 2024, arXiv:2402.09353). Full trains every parameter, a tied head once.
     """
     if isinstance(method, Full):
-        return facts.parameters
-    shapes = adapter_shapes(method, facts)
-    magnitudes = sum(shape.out_features for shape in shapes) if method.variant == "dora" else 0
-    return magnitudes + sum(shape.rank * (shape.in_features + shape.out_features) for shape in shapes)
+        return [(tensor.name, tensor.shape) for tensor in facts.tensors]
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for shape in adapter_shapes(method, facts):
+        found.append((f"{shape.module}.lora_A.weight", (shape.rank, shape.in_features)))
+        found.append((f"{shape.module}.lora_B.weight", (shape.out_features, shape.rank)))
+        if method.variant == "dora":
+            found.append((f"{shape.module}.lora_magnitude_vector.weight", (shape.out_features,)))
+    return found
+
+
+def trainable_parameters(method: Method, facts: Facts) -> int:
+    """Exact number of trained parameters."""
+    return sum(math.prod(shape) for _, shape in trained_tensors(method, facts))
 
 
 def scale(method: LoRA | QLoRA) -> float:

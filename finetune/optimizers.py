@@ -42,7 +42,8 @@ def state_sizes(optimizer: str, name: str, shape: Sequence[int]) -> list[int]:
         return [4 * (size // shape[-1]), 4 * (size // shape[-2])]
     count = moments(optimizer)
     if not optimizer.endswith("8bit") or size < SMALL or group_of(name) == "embedding":
-        return [4 * size] * count
+        counter = [4] if optimizer == "adamw_torch_fused" else []  # others keep their step counters on the host
+        return [4 * size] * count + counter
     return [size] * count + [4 * -(-size // BLOCK)] * count
 
 

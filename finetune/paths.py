@@ -14,10 +14,8 @@ from finetune.facts import Facts
 from finetune.recipe import Recipe
 from finetune.steps import Attention, Batch, Loss, Path
 
-# Families whose forward pass tells several rows in one apart by their positions (transformers' packed masks).
-KEEPS_ROWS_APART = frozenset(
-    "gemma gemma2 gemma3_text granite llama mistral olmo olmo2 phi3 qwen2 qwen3 smollm3".split()
-)
+# Families whose masks follow position_ids in eager and sdpa attention; each is tested against separate rows.
+KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp32": None}
 
 

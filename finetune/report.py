@@ -11,14 +11,22 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from finetune.memory import BUCKETS
-from finetune.plan import Plan
-
 if TYPE_CHECKING:
     from finetune.evaluate import Evaluation
+    from finetune.facts import Facts
+    from finetune.plan import Plan
 
-_COLOURS = {"weights": "blue", "gradients": "yellow", "optimizer": "magenta", "activations": "green", "loss": "cyan"}
-_WIDTH = 60
+_COLOURS = {
+    "weights": "blue",
+    "gradients": "yellow",
+    "optimizer": "magenta",
+    "activations": "green",
+    "loss": "cyan",
+    "temporary": "red",
+    "outside": "white",
+}
+_WIDTH = 60  # cells of the bar of a plan
+_BAR = 40  # cells that stand for all parameters: a row fits 80 columns
 
 
 def gb(count: float) -> str:
@@ -63,8 +71,8 @@ def _bar(plan: Plan) -> Text:
     """The device's memory as one line, each bucket in its colour; a larger plan fills the line and ends in >."""
     full = max(plan.device.memory, plan.total)
     bar = Text()
-    for bucket in BUCKETS:
-        bar.append("█" * round(_WIDTH * plan.buckets()[bucket] / full), style=_COLOURS[bucket])
+    for bucket, size in plan.buckets().items():
+        bar.append("█" * round(_WIDTH * size / full), style=_COLOURS[bucket])
     bar.truncate(_WIDTH)
     bar.append("░" * max(0, _WIDTH - len(bar)), style="dim")
     return bar if plan.total <= plan.device.memory else bar.append(">", style="bold red")
@@ -78,6 +86,115 @@ def _choices(plan: Plan) -> list[RenderableType]:
         value = str(choice.value).lower() if isinstance(choice.value, bool) else str(choice.value)
         table.add_row(Text(choice.field, style="cyan"), value, Text(choice.because, style="dim"))
     return ["", table]
+
+
+_GROUPS = {
+    "embedding": ("embedding", "blue"),
+    "head": ("output head", "cyan"),
+    "attention": ("attention", "yellow"),
+    "mlp": ("MLP", "green"),
+    "norm": ("norms", "magenta"),
+    "other": ("other", "white"),
+}
+_SOURCES = {
+    "bundled": "known to finetune, so nothing was read",
+    "local folder": "from the headers in this folder",
+    "hub cache": "from the headers in the hub's cache",
+    "hub headers": "from the hub, by range requests",
+    "gguf": "from the header of this file",
+}
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def facts_view(facts: Facts) -> RenderableType:
+    """A model as parameters by group, the types they are stored in, its numbers and its Linear layers."""
+    title = Text.assemble(
+        (facts.model, "bold"), f"  {facts.parameters:,} parameters, ", (gb(facts.weight_bytes()), "bold"),
+        f" in {len(facts.tensors):,} tensors",
+    )  # fmt: skip
+    about = Text(f"{facts.architecture}, {_SOURCES[facts.source]}; 1 GB = 1e9 bytes", style="dim")
+    parts: list[RenderableType] = [title, about, "", _group_rows(facts), "", _stored_rows(facts), ""]
+    parts += [_number_rows(facts), "", _linear_rows(facts)]
+    if facts.has_experts:
+        parts.append(
+            Text("Experts and routers are stacked tensors, no Linear layers; they count as MLP.", style="dim")
+        )
+    return Group(*parts)
+
+
+def _group_rows(facts: Facts) -> Table:
+    """One row and one bar for each group."""
+    table = _plain("left", "left", "right", "right", "left")
+    for group, size in facts.by_group().items():
+        label, colour = _GROUPS[group]
+        if group == "head" and facts.tied:
+            table.add_row("", label, "", "", Text("shares the embedding's weight", style="dim"))
+        elif size:
+            share = size / facts.parameters
+            bar = Text(_blocks(_BAR * share), style=colour)
+            table.add_row(Text("■", style=colour), label, Text(f"{size:,}", style="bold"), _share(share), bar)
+    return table
+
+
+def _blocks(length: float) -> str:
+    """A bar of this many cells, to an eighth; what is there at all is seen."""
+    eighths = max(1, round(8 * length))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _share(share: float) -> str:
+    """In percent; a trace is not shown as nothing."""
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "< 0.1 %"
+
+
+def _stored_rows(facts: Facts) -> Table:
+    table = _plain("left", "left", "right", "right", "right")
+    title = "unpacks to" if facts.unpacked else "stored as"
+    for name, stored in facts.by_dtype().items():
+        counts = (f"{stored.tensors:,} tensors", f"{stored.parameters:,} parameters", gb(stored.bytes))
+        table.add_row(Text(title, style="dim"), Text(name, style="bold"), *counts)
+        title = ""
+    return table
+
+
+def _number_rows(facts: Facts) -> Table:
+    """The architecture, three numbers to a line."""
+    longest = "not said" if facts.max_position is None else f"{facts.max_position:,}"
+    numbers = [
+        ("layers", f"{facts.layers:,}"),
+        ("hidden size", f"{facts.hidden_size:,}"),
+        ("MLP width", f"{facts.intermediate_size:,}"),
+        ("attention heads", f"{facts.heads:,}"),
+        ("key-value heads", f"{facts.kv_heads:,}"),
+        ("head dimension", f"{facts.head_dim:,}"),
+        ("vocabulary", f"{facts.vocab_size:,}"),
+        ("longest position", longest),
+        ("model type", facts.model_type),
+    ]
+    table = _plain(*["left", "right"] * 3)
+    for first in range(0, len(numbers), 3):
+        cells = [(Text(name, style="dim"), value) for name, value in numbers[first : first + 3]]
+        table.add_row(*(cell for pair in cells for cell in pair))
+    return table
+
+
+def _linear_rows(facts: Facts) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("Linear layer", overflow="fold")
+    for name in ("[out, in]", "how many", "parameters"):
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    for kind in facts.linear_kinds():
+        shape = Text(f"[{kind.out_features}, {kind.in_features}]", style="bold")
+        table.add_row(Text(kind.name), shape, f"{kind.copies:,}", f"{kind.parameters:,}")
+    return table
+
+
+def _plain(*columns: str) -> Table:
+    """A table without lines and header, one column for each of "left" and "right"."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for side in columns:
+        table.add_column(justify=side, no_wrap=True)  # type: ignore[arg-type]
+    return table
 
 
 def evaluation_view(evaluation: Evaluation, examples: int = 3) -> RenderableType:

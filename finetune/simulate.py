@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+# The dispatch mode must inherit from torch's; this hot module is imported by the commands that simulate only.
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID253
+
 from finetune import kernels
 from finetune.allocator import CachingAllocator
 from finetune.as_cuda import LowCopies, fused_4_bit, traced
@@ -23,9 +26,6 @@ from finetune.meta import constants_of, meta_model, model_config
 from finetune.optimizers import state_sizes, step_temporaries
 from finetune.recipe import Method
 from finetune.steps import Batch, Path
-
-# The dispatch mode must inherit from torch's; this hot module is imported by the commands that simulate only.
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID253
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ def _prepare(model: Any, path: Path) -> None:
     if path.checkpointing:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False}, **({"every_n_layers": path.checkpointing} if path.checkpointing > 1 else {}))
     if path.input_grads:
         model.enable_input_require_grads()
     if not path.adapter_casts:
@@ -327,20 +327,20 @@ class Watch(TorchDispatchMode):
                 self.ledger.take(Block("workspace", f"cuBLAS, {thread} thread", kernels.cublas_workspace(self.path)))
 
     def _in_place(self, function: Any, args: Any) -> Any:
-        """Autograd adds two gradients in place when nobody else holds one of them; a dispatch mode keeps it from that.
+        """Autograd adds a second gradient to the first in place when nobody else holds the first and it is no view; a
+        dispatch mode keeps it from that (torch/csrc/autograd/input_buffer.cpp), so a trace sees one tensor too many.
 
-        The tensor's count is then 4: the engine's buffer, this call's arguments, and the two that torch holds while
+        The first one's count is then 4: the engine's buffer, this call's arguments, and the two that torch holds while
         it calls Python.
         """
         import torch
 
         if function is not torch.ops.aten.add.Tensor or self.ledger.phase != "backward" or torch.is_grad_enabled():
             return None
-        left, right = args[0], args[1]
-        if not isinstance(right, torch.Tensor) or left.shape != right.shape or left.dtype != right.dtype:
+        first, second = args[0], args[1]
+        if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
             return None
-        for value in (left, right):
-            if value._use_count() == 4 and value.is_contiguous():
-                self.ledger.passing([0], "gradients added in place")
-                return value
-        return None
+        if first._use_count() != 4 or first._is_view() or not first.is_contiguous():
+            return None
+        self.ledger.passing([0], "gradients added in place")
+        return first

@@ -40,6 +40,7 @@ class Path:
     weights        type of the model's frozen weights (full fine-tuning: of all of them)
     autocast       type that autocast computes products in; None without autocast
     attention      eager (scores and mask in full), or the kernel behind sdpa: cpu, flash, efficient, math
+    checkpointing  0 keeps all activations; n recomputes every n-th layer in the backward pass
     loss           supervised (this toolkit's head on supervised rows), tiled (TRL's head, vocabulary in tiles),
                    library (transformers' own: all logits at once)
     accumulates    gradients of earlier micro-batches are alive during this one
@@ -55,7 +56,7 @@ class Path:
     autocast: str | None
     attention: Attention
     loss: Loss
-    checkpointing: bool
+    checkpointing: int
     optimizer: str
     accumulates: bool = False
     upcast: bool = False

@@ -51,14 +51,16 @@ class Tensor:
 
 
 class Parameter:
-    """A weight: `trained` ones collect a gradient. `width` is that of a stored value."""
+    """A weight: `trained` ones collect a gradient. `width` is that of a stored value; `shared` ones are used twice."""
 
-    __slots__ = ("grad", "name", "shape", "trained", "value", "width")
+    __slots__ = ("first", "grad", "name", "shape", "shared", "trained", "value", "width")
 
     def __init__(self, name: str, shape: Shape, width: int, *, trained: bool) -> None:
         self.name, self.shape, self.width, self.trained = name, shape, width, trained
         self.grad: Tensor | None = None
         self.value: Tensor | None = None
+        self.shared = False
+        self.first: Tensor | None = None
 
 
 class Node:
@@ -220,6 +222,12 @@ class Tape:
         if isinstance(source, Parameter):
             if not source.trained:
                 return
+            if source.shared:  # autograd waits for both; the first, a linear layer's, is a view and not added to
+                if source.first is None:
+                    source.first = given
+                    return
+                given = self.new("gradient", given.shape, given.width)
+                source.first = None
             if source.grad is None and not (self.accumulates and source.value is None):
                 given.storage.block.bucket, given.storage.block.what = "gradients", source.name
                 source.grad = given

@@ -21,7 +21,9 @@ from finetune.evaluate import check_questions, evaluate
 from finetune.facts import Facts, read_facts
 from finetune.generate import Speaker
 from finetune.launch import check_launched
+from finetune.measure import Measured, held_against
 from finetune.model import load_model, load_tokenizer, model_folder, real_device
+from finetune.paths import Lengths
 from finetune.plan import Plan, require_fit, resolve
 from finetune.recipe import Full, Recipe
 from finetune.run import Run, check_output, lock, open_or_create
@@ -47,15 +49,16 @@ def train(
         check_output(Path(output))
     facts = read_facts(recipe.model, recipe.load.revision)
     device = real_device()
-    recipe, plan = resolve(recipe, facts, device)
-    require_fit(plan)
-    _tell_plan(plan, say)
+    _first_look(recipe, facts, device)
     check_trackers(recipe)
     if recipe.evaluate:
         check_questions(recipe)
     _join(device)
     tokenizer = load_tokenizer(recipe)
     data = prepare(recipe, tokenizer)
+    recipe, plan = resolve(recipe, facts, device, Lengths.read(data.train.pairs, "the rows themselves"))
+    require_fit(plan)
+    _tell_plan(plan, say)
     _tell_data(data, say)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"format": data.counts["format"]})})
     folder = model_folder(recipe.model, recipe.load.revision)
@@ -76,10 +79,13 @@ def train(
             raise FinetuneError(f"The mean loss is {loss}.", "Lower train.learning_rate and train again.")
         if _first():
             _save(run, trainer, tokenizer, facts, recipe, documents=data.counts["format"] == "text")
-            result = _result(trainer, plan, data, loss)
+            measured = _measured(trainer, plan, recipe, facts)
+            result = _result(trainer, plan, data, loss, measured)
             run.write("result.json", result)
             run.event("end", step=result["steps"])
             say(f"{result['steps']} steps in {result['train_seconds']:.0f} s; mean loss {result['loss']:.3f}")
+            if measured is not None:
+                say(_in_words(measured))
     if _first() and recipe.evaluate and recipe.evaluate.after_training:
         say(f"Asking {recipe.evaluate.rows} held-out questions, of the untrained model and of the tuned one")
         if isinstance(recipe.method, Full):  # gradients and moments would not leave room for a second model
@@ -89,6 +95,13 @@ def train(
         else:
             evaluate(run, speaker=Speaker(trainer.accelerator.unwrap_model(trainer.model), tokenizer))
     return run
+
+
+def _first_look(recipe: Recipe, facts: Facts, device: Device) -> None:
+    """Refuse what cannot work whatever the rows are, before they are read."""
+    _, plan = resolve(recipe, facts, device)
+    if plan.account.phases["load"] > plan.room:
+        require_fit(plan)
 
 
 def _tell_plan(plan: Plan, say: Say) -> None:
@@ -218,7 +231,24 @@ def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Reci
     aside.rename(target)
 
 
-def _result(trainer: Trainer, plan: Plan, data: Prepared, loss: float) -> dict[str, Any]:
+def _measured(trainer: Trainer, plan: Plan, recipe: Recipe, facts: Facts) -> Measured | None:
+    """The memory that was measured beside the prediction for the same micro-batches; None where none was measured."""
+    measure = trainer.measure
+    if measure.peak is None or measure.largest is None:
+        return None
+    return held_against(measure.peak, measure.largest, plan.path, recipe.method, facts)
+
+
+def _in_words(measured: Measured) -> str:
+    return (
+        f"Memory at the peak of a step: {measured.peak / 1e9:.3f} GB measured, {measured.predicted / 1e9:.3f} GB "
+        f"predicted for its rows ({measured.difference:+.1%})"
+    )
+
+
+def _result(
+    trainer: Trainer, plan: Plan, data: Prepared, loss: float, measured: Measured | None
+) -> dict[str, Any]:
     history = trainer.state.log_history
     evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     tokens = int(trainer._total_train_tokens)
@@ -234,9 +264,9 @@ def _result(trainer: Trainer, plan: Plan, data: Prepared, loss: float) -> dict[s
         "train_seconds": round(seconds, 2),
         "seconds_to_first_step": round(trainer.clock.first_step or 0.0, 2),
         "tokens_per_second": round(here / seconds, 1) if seconds else None,
-        "predicted_bytes": plan.total,
-        "peak_bytes": memory_in_use(),
-        "peak_is": "CUDA allocator" if plan.device.kind == "cuda" else "resident memory of the process",
+        "planned_bytes": plan.total,
+        "memory": None if measured is None else measured.document(),
+        "process_peak_bytes": memory_in_use(),
         "processes": plan.device.count,
         "versions": {"finetune": __version__, **{p: version(p) for p in _PACKAGES}},
     }

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 # Imported by `train` only, when training starts.
 from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]  # noqa: TID253
 
-from finetune.callbacks import Clock, FiniteLoss, Interrupt, Progress, Record
+from finetune.callbacks import Clock, FiniteLoss, Interrupt, Measure, Progress, Record
 from finetune.data import Prepared
 from finetune.device import Device
 from finetune.errors import FinetuneError, InputError
 from finetune.fast.head import IGNORED, supervised_loss
 from finetune.model import trained_in_fp32, training_device
+from finetune.paths import lies_flat
 from finetune.recipe import Recipe
 from finetune.run import Run
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
-# Families whose masks follow position_ids in eager and sdpa attention; each is tested against separate rows.
-_KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
 
 
 class Trainer(SFTTrainer):
@@ -35,9 +34,11 @@ class Trainer(SFTTrainer):
 
     model: Any
 
-    def __init__(self, *args: Any, clock: Clock, progress: Progress, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, clock: Clock, progress: Progress, measure: Measure, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.clock, self.progress = clock, progress
+        self.clock, self.progress, self.measure = clock, progress, measure
         self.tokens_before = 0  # tokens trained before this process took over
         trained_in_fp32(self.model)
 
@@ -107,6 +108,8 @@ class Trainer(SFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """On a CPU, the loss on supervised rows; TRL's own head would score every position there."""
+        if self.model.training:
+            self.measure.saw(inputs)
         if return_outputs or self.args.device.type != "cpu":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = supervised_loss(model, inputs, num_items_in_batch)
@@ -142,25 +145,25 @@ def build_trainer(
 
     if "tensorboard" in recipe.train.report_to:  # its files belong beside the metrics, not among the checkpoints
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.folder / "tensorboard")
-    config = sft_config(
-        recipe, run, device, evaluates=data.eval is not None, flat=lays_rows_flat(model, recipe, device)
-    )
+    flat = lies_flat(model.config.model_type, device, int(recipe.train.micro_batch))
+    config = sft_config(recipe, run, device, evaluates=data.eval is not None, flat=flat)
     if config.n_gpu > 1:
         raise InputError(
             f"{config.n_gpu} cards are visible to one process, which would split its batches over them.",
             "Set CUDA_VISIBLE_DEVICES to one card, or start a process per card with `finetune launch`.",
         )
-    clock = Clock()
+    clock, measure = Clock(), Measure(device.kind)
     progress = Progress(clock)
     trainer = Trainer(
         clock=clock,
         progress=progress,
+        measure=measure,
         model=model,
         args=config,
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.eval) if data.eval is not None else None,
         processing_class=tokenizer,
-        callbacks=[clock, interrupt, FiniteLoss(run), Record(run, recipe.train.keep, clock), progress],
+        callbacks=[measure, clock, interrupt, FiniteLoss(run), Record(run, recipe.train.keep, clock), progress],
     )
     trainer.remove_callback(PrinterCallback)
     if trainer.accelerator.num_processes != device.count:
@@ -181,20 +184,12 @@ def check_trackers(recipe: Recipe) -> None:
         )
 
 
-def lays_rows_flat(model: Any, recipe: Recipe, device: Device) -> bool:
-    """Whether the rows of a micro-batch are laid end to end instead of padded to the longest.
-
-    The model must then keep them apart by their positions. On a CPU the mask this takes costs less than padding.
-    """
-    rows = int(recipe.train.micro_batch)
-    return device.kind == "cpu" and rows > 1 and model.config.model_type in _KEEPS_ROWS_APART
-
-
 def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool, flat: bool) -> SFTConfig:
     """The recipe in TRL's words. Rows are finished already, so TRL prepares, cuts and packs nothing."""
     train = recipe.train
-    if not isinstance(train.micro_batch, int) or not isinstance(train.checkpointing, bool):
+    if "auto" in (train.micro_batch, train.checkpointing):
         raise InputError("The recipe still says auto.", "Resolve it first with `plan.resolve`.")
+    micro = int(train.micro_batch)
     return SFTConfig(
         output_dir=str(run.checkpoints),
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -202,9 +197,9 @@ def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool, fla
         padding_free=flat,
         num_train_epochs=train.epochs,
         max_steps=train.steps or -1,
-        per_device_train_batch_size=train.micro_batch,
-        per_device_eval_batch_size=train.micro_batch,
-        gradient_accumulation_steps=train.batch_size // (train.micro_batch * device.count),
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=micro,
+        gradient_accumulation_steps=train.batch_size // (micro * device.count),
         learning_rate=train.learning_rate,
         lr_scheduler_type=_SCHEDULES[train.schedule],
         warmup_steps=train.warmup,
@@ -214,7 +209,7 @@ def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool, fla
         seed=train.seed,
         bf16=train.precision == "bf16",
         fp16=train.precision == "fp16",
-        **_checkpointing(train.checkpointing),
+        **_checkpointing(int(train.checkpointing)),
         use_cpu=training_device() == "cpu",
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=device.kind == "cuda",
@@ -233,11 +228,12 @@ def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool, fla
     )
 
 
-def _checkpointing(on: bool) -> dict[str, Any]:
+def _checkpointing(every: int) -> dict[str, Any]:
     """transformers 5.18 renamed gradient checkpointing to activation checkpointing; TRL's default is on."""
     names = {field.name for field in fields(SFTConfig)}
     name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    return {name: on, **({f"{name}_kwargs": {"use_reentrant": False}} if on else {})}
+    settings = {"use_reentrant": False, **({"every_n_layers": every} if every > 1 else {})}
+    return {name: bool(every), **({f"{name}_kwargs": settings} if every else {})}
 
 
 def _dataset(rows: Any) -> Dataset:

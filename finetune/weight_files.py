@@ -1,5 +1,7 @@
 """safetensors files by their headers: which tensors lie where, and their bytes. No torch, no mapped memory.
 
+`read_model` alone says which files of a folder are the model; plans and merges both ask it.
+
     | 8 bytes: header length | JSON header: name -> dtype, shape, [begin, end) | bytes of all tensors, no gaps |
 
 Offsets count from the end of the header. Reading with plain `read` keeps the memory of a pass over a model at one
@@ -15,7 +17,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from finetune.errors import ModelError
 
@@ -26,6 +28,7 @@ WIDTH = {
 FLOATS = ("F32", "BF16", "F16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+_AGAIN = "Download or save it again."
 _CHUNK = 8 << 20
 _SAMPLE = 4096
 
@@ -50,7 +53,7 @@ class Tensor:
             while done < self.size:
                 got = source.readinto(view[done : done + _CHUNK])
                 if not got:
-                    raise _incomplete(self.file, f"tensor '{self.name}' ends {self.size - done:,} bytes early")
+                    raise _cut_short(self.file, f"tensor '{self.name}' ends {self.size - done:,} bytes early")
                 done += got
         return data
 
@@ -62,7 +65,7 @@ class Tensor:
             while left:
                 chunk = source.read(min(left, _CHUNK))
                 if not chunk:
-                    raise _incomplete(self.file, f"tensor '{self.name}' ends {left:,} bytes early")
+                    raise _cut_short(self.file, f"tensor '{self.name}' ends {left:,} bytes early")
                 left -= len(chunk)
                 yield chunk
 
@@ -76,45 +79,104 @@ class Shard:
     metadata: dict[str, str]
 
 
-Fault = Literal["no room", "pointer", "garbled", "length"]
+def read_model(folder: Path) -> list[Shard]:
+    """The weights of a model folder: the files that transformers would load, each tensor exactly once.
 
-
-class HeaderError(Exception):
-    """Why a file is no whole safetensors file. `read_shard` and `facts` each tell their user what that means.
-
-    "no room"   the header would end at byte `claimed` of a file of `size` bytes
-    "pointer"   the same, because a Git LFS pointer lies in the file's place
-    "garbled"   the header is not what the format says
-    "length"    the last tensor should end at byte `claimed` of a file of `size` bytes
+    That is model.safetensors, or the shards of the index. Others beside them (Mistral's consolidated.safetensors, an
+    adapter, a file that an index forgot) are no weights of the model. Raises `ModelError` naming the file when there
+    are none, one is missing, cut short or no safetensors file, or the index and the shards disagree.
     """
+    if (folder / SINGLE).is_file():
+        return [read_shard(folder / SINGLE)]
+    if not (folder / INDEX).is_file():
+        raise _no_weights(folder)
+    place = _read_index(folder)
+    names = sorted(set(place.values()))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(
+            f"The folder {folder} lacks {len(missing)} of its {len(names)} shards: {', '.join(missing[:3])}.", _AGAIN
+        )
+    return [_indexed(folder / name, place) for name in names]
 
-    def __init__(self, fault: Fault, claimed: int = 0, size: int = 0) -> None:
-        self.fault, self.claimed, self.size = fault, claimed, size
-        super().__init__(fault)
+
+def _no_weights(folder: Path) -> ModelError:
+    if others := sorted(path.name for path in folder.glob("*.safetensors")):
+        return ModelError(
+            f"The folder {folder} has {others[0]}, and neither {SINGLE} nor {INDEX} to say what the model is.", _AGAIN
+        )
+    if old := sorted(path.name for path in folder.glob("pytorch_model*.bin")):
+        return ModelError(
+            f"The folder {folder} has its weights as {old[0]} only, and finetune reads safetensors.",
+            "Load it once with transformers and `save_pretrained` it, which writes model.safetensors.",
+        )
+    return ModelError(
+        f"There are no safetensors weights in {folder}.", f"Download it whole: {SINGLE}, or {INDEX} and its shards."
+    )
 
 
-def read_header(file: Path) -> Shard:
-    """The header of one safetensors file, its tensors in the header's own order, checked against the file's size.
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> the shard it lies in."""
+    try:
+        place: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names = {name: Path(name).name for name in place.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{folder / INDEX} is not a weights index.", _AGAIN) from None
+    if outside := sorted(name for name, inside in names.items() if name != inside):
+        raise ModelError(f"{folder / INDEX} names '{outside[0]}' outside its folder.", _AGAIN)
+    if not place:
+        raise ModelError(f"{folder / INDEX} names no weights.", _AGAIN)
+    return place
 
-    Raises `HeaderError` for a file that is cut short or no safetensors file, and `OSError` when it cannot be opened.
+
+def _indexed(file: Path, place: Mapping[str, str]) -> Shard:
+    """One shard with the tensors that the index looks for in it.
+
+    One that the index assigns to another shard is a leftover copy; keeping it would count and write it twice.
     """
-    with file.open("rb") as source:
-        size = os.fstat(source.fileno()).st_size
-        start = source.read(8)
-        end = 8 + int.from_bytes(start, "little")
-        if size < 8 or end > size:
-            raise HeaderError("pointer" if start == b"version " else "no room", end, size)
-        text = source.read(end - 8)
+    shard = read_shard(file)
+    mine = {name: tensor for name, tensor in shard.tensors.items() if place.get(name) == file.name}
+    if lost := sorted(name for name, home in place.items() if home == file.name and name not in mine):
+        raise ModelError(
+            f"{file} lacks {len(lost)} of the tensors that {INDEX} places there, '{lost[0]}' first.", _AGAIN
+        )
+    return Shard(file, mine, shard.metadata)
+
+
+def read_shard(file: Path) -> Shard:
+    """The header of one safetensors file, its tensors in file order, checked against the file's size.
+
+    Raises `ModelError` naming the file when it is missing, cut short, or no safetensors file.
+    """
+    try:
+        with file.open("rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            start = source.read(8)
+            end = 8 + int.from_bytes(start, "little")
+            if start == b"version ":
+                raise ModelError(f"{file} is a Git LFS pointer, not the weights.", "Fetch them with `git lfs pull`.")
+            if size < 8 or end > size:
+                what = f"it has {size:,} bytes and its header alone claims {end:,}"
+                raise ModelError(f"{file} is cut short or no safetensors file: {what}.", _AGAIN)
+            text = source.read(end - 8)
+    except FileNotFoundError:
+        raise ModelError(f"The weights file {file} is missing.", _AGAIN) from None
+    except OSError as error:
+        raise ModelError(
+            f"{file} cannot be read: {error.strerror}.", "Check who may read it, and the disk."
+        ) from None
     try:
         header = json.loads(text)
         metadata = header.pop("__metadata__", {})
-        tensors = {name: _tensor(file, name, item, end) for name, item in header.items()}
+        tensors = [_tensor(file, name, item, end) for name, item in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise HeaderError("garbled") from None
-    end = max((tensor.start + tensor.size for tensor in tensors.values()), default=end)
+        raise ModelError(f"The header of {file} cannot be read as safetensors.", _AGAIN) from None
+    end = max((tensor.start + tensor.size for tensor in tensors), default=end)
     if end != size:
-        raise HeaderError("length", end, size)
-    return Shard(file, tensors, metadata)
+        wrong = "cut short" if size < end else "too long"
+        what = f"its header describes {end:,} bytes and the file has {size:,}"
+        raise ModelError(f"{file} is {wrong}: {what}.", _AGAIN)
+    in_file_order = sorted(tensors, key=lambda tensor: tensor.start)
+    return Shard(file, {tensor.name: tensor for tensor in in_file_order}, metadata)
 
 
 def _tensor(file: Path, name: str, item: Any, offset: int) -> Tensor:
@@ -125,62 +187,8 @@ def _tensor(file: Path, name: str, item: Any, offset: int) -> Tensor:
     return Tensor(file, name, dtype, shape, offset + begin, end - begin)
 
 
-def read_shard(file: Path) -> Shard:
-    """The header of one safetensors file, its tensors in file order, checked against the file's size.
-
-    Raises `ModelError` naming the file when it is missing, cut short, or not a safetensors file.
-    """
-    try:
-        shard = read_header(file)
-    except FileNotFoundError:
-        raise ModelError(f"The weights file {file} is missing.", "Download or copy it again.") from None
-    except HeaderError as error:
-        if error.fault == "garbled":
-            raise ModelError(f"{file} is not a safetensors file.", "Download or convert it again.") from None
-        what = f"it has {error.size:,} bytes and its header alone claims {error.claimed:,}"
-        if error.fault == "length":
-            what = f"its header claims {error.claimed:,} bytes and the file has {error.size:,}"
-        raise _incomplete(file, what) from None
-    in_file_order = sorted(shard.tensors.items(), key=lambda entry: entry[1].start)
-    return Shard(file, dict(in_file_order), shard.metadata)
-
-
-def _incomplete(file: Path, what: str) -> ModelError:
-    return ModelError(
-        f"The weights file {file} is incomplete: {what}.",
-        "Download or copy this file again; for a git-lfs pointer run `git lfs pull`.",
-    )
-
-
-def read_model(folder: Path) -> list[Shard]:
-    """All shards of a model folder, each tensor exactly once. Prefers one file over an index, as transformers does.
-
-    Raises `ModelError` when there are no safetensors weights, or the index and the shards disagree.
-    """
-    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
-            raise ModelError(
-                f"There are no safetensors weights in {folder}.",
-                f"Give a model folder with {SINGLE} or {INDEX}; other formats have to be converted first.",
-            )
-        return [read_shard(folder / SINGLE)]
-    try:
-        place: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        raise ModelError(f"{folder / INDEX} is not a weights index.", "Download or copy this file again.") from None
-    if outside := sorted(name for name in set(place.values()) if Path(name).name != name):
-        raise ModelError(f"{folder / INDEX} names '{outside[0]}' outside its folder.", "Download the model again.")
-    shards = []
-    for name in sorted(set(place.values())):
-        shard = read_shard(folder / name)
-        # A tensor that the index assigns to another shard is a leftover copy; keeping it would write it twice.
-        mine = {key: tensor for key, tensor in shard.tensors.items() if place.get(key) == name}
-        if lost := sorted(key for key, home in place.items() if home == name and key not in mine):
-            raise _incomplete(
-                shard.file, f"{len(lost)} tensors that {INDEX} places there are not in it, '{lost[0]}' first"
-            )
-        shards.append(Shard(shard.file, mine, shard.metadata))
-    return shards
+def _cut_short(file: Path, what: str) -> ModelError:
+    return ModelError(f"{file} is cut short: {what}.", _AGAIN)
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:

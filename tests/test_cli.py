@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import finetune
+from finetune.facts import read_facts
 from finetune.recipe import parse_recipe, shipped_recipes
 from finetune.run import open_or_create
+from tests.test_facts import CONFIG, gguf, write_model
 
 GOOD = "model: smollm2-135m\nmethod: {kind: lora}\ndata: {train: home-intents}\n"
 
@@ -73,7 +75,8 @@ def test_version_and_help(door: Door) -> None:
     assert 0 < way < ground
     shown = re.findall(r"^\W*([a-z]+)  ", text[way:], re.MULTILINE)
     assert shown == [
-        "init", "plan", "train", "eval", "chat", "merge", "serve", "recipes", "runs", "schema", "launch",
+        "init", "plan", "train", "eval", "chat", "merge", "serve", "recipes", "facts", "runs", "schema",
+        "launch",
     ]  # fmt: skip
 
 
@@ -88,6 +91,60 @@ def test_recipes(door: Door) -> None:
     assert found["gemma2b-qlora"][0] == "QLoRA, 4-bit base with rank 16 on attention and MLP, of Gemma 2 2B."
     text = door.said("recipes")
     assert all(name in text for name in found)
+
+
+def test_facts(door: Door) -> None:
+    document = door.document("facts", "google/gemma-2-2b", "--json")
+    assert document == read_facts("google/gemma-2-2b").document()
+    text = door.said("facts", "google/gemma-2-2b")
+    for group, share in (("embedding", "22.6 %"), ("attention", "14.1 %"), ("MLP", "63.4 %")):
+        assert re.search(rf"{group} .* {share}", text)
+    folder = write_model(door.folder / "mine")
+    assert door.document("facts", folder, "--json")["source"] == "local folder"
+
+
+FACTS = """
+import sys
+from finetune.cli import main
+for model in sys.argv[1:]:
+    sys.argv = ["finetune", "facts", model]
+    try:
+        main()
+    except SystemExit as stop:
+        print("exit", stop.code or 0)
+    heavy = ("torch", "transformers", "datasets", "trl", "peft", "numpy", "finetune.plan")
+    print("loaded", [name for name in heavy if name in sys.modules])
+"""
+
+
+def test_facts_load_nothing_heavy(door: Door) -> None:
+    """Of a bundled model, a folder, a GGUF file and one on the hub, which cannot be reached here."""
+    models = ["smollm2-135m", write_model(door.folder / "mine"), str(gguf(door.folder / "mine.gguf")), "org/model"]
+    done = door.python("-c", FACTS, *models)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("exit", "loaded"))]
+    assert lines == ["exit 0", "loaded []"] * 3 + ["exit 2", "loaded []"]
+    what, hint = done.stderr.splitlines()
+    assert what.startswith("finetune: The hub could not be reached for org/model")
+    assert hint.startswith("Check the connection, or name a local folder;")
+
+
+def test_facts_of_what_is_no_model(door: Door) -> None:
+    mine = Path(write_model(door.folder / "mine", {**CONFIG, "vocab_size": 32_000}))
+    assert door.refused(2, "facts", "mine") == [
+        "mine says vocab_size 32,000 in its config.json, and its embedding has 12 rows.",
+        "The weights are another model's; download or save both again.",
+    ]
+    (mine / "model.safetensors").unlink()
+    assert door.refused(2, "facts", "mine", "--json") == [
+        "There are no safetensors weights in mine.",
+        "Download it whole: model.safetensors, or model.safetensors.index.json and its shards.",
+    ]
+    assert door.refused(2, "facts", "./gone") == [
+        "There is no folder ./gone.", "Check the path, or name a hub model as owner/name.",
+    ]  # fmt: skip
+    assert door.refused(2, "facts", "mine", "--revision", "main") == [
+        "mine does not come from the hub, so it has no revision 'main'.", "Leave the revision out.",
+    ]  # fmt: skip
 
 
 def test_schema(door: Door) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import os
+import re
 import struct
 import subprocess
 import sys
@@ -12,9 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from finetune.errors import ModelError
 from finetune.facts import Facts, Linear, bundled_models, read_facts
+from finetune.report import facts_view
 from finetune.tensors import GROUPS, Tensor, dtype_bytes, group_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,6 +164,123 @@ def test_facts_and_method_are_cold_and_the_bundled_files_small():
     assert [read_facts(name).source for name in bundled_models()] == ["bundled"] * 5
 
 
+# --------------------------------------------------------------------------------------------------- finetune facts
+
+
+def shown(facts: Facts, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(facts_view(facts))
+    return console.export_text()
+
+
+def test_the_document_of_gemma_2_2b():
+    document = read_facts("google/gemma-2-2b").document()
+    assert json.loads(json.dumps(document)) == document
+    n = 2_614_341_888
+    assert document["groups"] == {
+        "embedding": {"parameters": 589_824_000, "share": 589_824_000 / n},
+        "head": {"parameters": 0, "share": 0},
+        "attention": {"parameters": 368_050_176, "share": 368_050_176 / n},
+        "mlp": {"parameters": 1_656_225_792, "share": 1_656_225_792 / n},
+        "norm": {"parameters": 241_920, "share": 241_920 / n},
+        "other": {"parameters": 0, "share": 0},
+    }
+    assert document["dtypes"] == {"F32": {"tensors": 288, "parameters": n, "bytes": 4 * n}}
+    assert (document["parameters"], document["bytes"], document["tensors"]) == (n, 4 * n, 288)
+    assert (document["tied"], document["unpacked"], document["architecture"]) == (True, False, "Gemma2ForCausalLM")
+    assert document["numbers"] == {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "layers": 26,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 256_000,
+        "max_position": 8192,
+    }
+    assert document["linears"] == [
+        {"name": "self_attn.q_proj", "shape": [8 * 256, 2304], "count": 26},
+        {"name": "self_attn.k_proj", "shape": [4 * 256, 2304], "count": 26},
+        {"name": "self_attn.v_proj", "shape": [4 * 256, 2304], "count": 26},
+        {"name": "self_attn.o_proj", "shape": [2304, 8 * 256], "count": 26},
+        {"name": "mlp.gate_proj", "shape": [9216, 2304], "count": 26},
+        {"name": "mlp.up_proj", "shape": [9216, 2304], "count": 26},
+        {"name": "mlp.down_proj", "shape": [2304, 9216], "count": 26},
+    ]
+
+
+def test_the_view_of_gemma_2_2b():
+    lines = shown(read_facts("google/gemma-2-2b")).splitlines()
+    assert lines[0] == "google/gemma-2-2b  2,614,341,888 parameters, 10.46 GB in 288 tensors"
+    bars = {line.split()[1]: line.rstrip() for line in lines if line.startswith("■")}
+    assert list(bars) == ["embedding", "attention", "MLP", "norms"]
+    # A bar of all parameters would have 40 cells: 40 * 0.2256 = 9 cells, 40 * 0.1408 = 5 5/8, 40 * 0.6335 = 25 3/8.
+    assert re.search(r"589,824,000 +22\.6 %  █{9}$", bars["embedding"])
+    assert re.search(r"368,050,176 +14\.1 %  █{5}▋$", bars["attention"])
+    assert re.search(r"1,656,225,792 +63\.4 %  █{25}▍$", bars["MLP"])
+    assert re.search(r"241,920 +< 0\.1 %  ▏$", bars["norms"])
+    text = "\n".join(lines)
+    assert re.search(r"output head +shares the embedding's weight", text)
+    assert re.search(r"stored as +F32 +288 tensors +2,614,341,888 parameters +10\.46 GB", text)
+    assert re.search(rf"mlp\.down_proj +\[2304, 9216\] +26 +{26 * 2304 * 9216:,}", text)
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_head_of_its_own_is_a_linear_layer_too():
+    facts = read_facts("meta-llama/Llama-2-7b-hf")
+    assert facts.linear_kinds()[-1] == ("lm_head", 32000, 4096, 1)
+    assert sum(kind.parameters for kind in facts.linear_kinds()) == 6_738_415_616 - 32000 * 4096 - 65 * 4096
+    assert re.search(r"output head +131,072,000 +1\.9 %", shown(facts))
+
+
+def test_types_are_counted_as_they_are_stored(tmp_path: Path):
+    folder = tmp_path / "m"
+    write_shards(folder)
+    write_safetensors(folder / "model-2.safetensors", {name: SHAPES[name] for name in list(SHAPES)[7:]}, "F32")
+    first = 96 + (64 + 32 + 32 + 64) + 2 * 128  # embedding, attention, gate and up: seven tensors
+    facts = read_facts(str(folder))
+    assert facts.by_dtype() == {"F32": (14, TINY - first, 4 * (TINY - first)), "BF16": (7, first, 2 * first)}
+    assert list(facts.by_dtype()) == ["F32", "BF16"]  # the most bytes first
+    assert re.search(r"stored as +F32 +14 tensors.*\n +BF16 +7 tensors", shown(facts))
+
+
+def test_what_unpacks_says_so(tmp_path: Path):
+    facts = read_facts(str(gguf(tmp_path / "m.gguf")))
+    assert facts.unpacked
+    assert read_facts("smollm2-135m").unpacked
+    assert "unpacks to  BF16" in shown(facts)
+
+
+def test_towers_and_experts_are_listed_apart(tmp_path: Path):
+    extra = {f"vision_tower.blocks.{n}.fc1.weight": [6, 4] for n in range(3)}
+    extra |= {"model.layers.0.mlp.experts.0.up_proj.weight": [16, 8], "model.layers.0.mlp.gate.weight": [1, 8]}
+    facts = read_facts(write_model(tmp_path / "m", shapes={**SHAPES, **extra}))
+    kinds = {kind.name: kind for kind in facts.linear_kinds()}
+    assert kinds["vision_tower.blocks.*.fc1"] == ("vision_tower.blocks.*.fc1", 6, 4, 3)
+    assert kinds["mlp.up_proj"] == ("mlp.up_proj", 16, 8, 2)
+    assert not [name for name in kinds if "expert" in name or name == "mlp.gate"]
+    text = shown(facts)
+    assert "Experts and routers are stacked tensors" in text
+    assert re.search(r"other +72 ", text)  # 3 * 6 * 4
+
+
+def test_the_layers_of_gpt_2_are_shown_as_out_and_in(tmp_path: Path):
+    layers = {"attn.c_attn": [8, 24], "attn.c_proj": [8, 8], "mlp.c_fc": [8, 32], "mlp.c_proj": [32, 8]}
+    shapes = {"wte.weight": [12, 8], **{f"h.0.{name}.weight": shape for name, shape in layers.items()}}
+    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 12}
+    facts = read_facts(write_model(tmp_path / "m", config, shapes))
+    assert facts.linear_kinds() == [(name, shape[1], shape[0], 1) for name, shape in layers.items()]
+    assert "longest position  not said" in shown(facts)
+
+
+@pytest.mark.parametrize("model", ["folder", "gguf", "smollm2-135m"])
+def test_only_the_hub_has_revisions(tmp_path: Path, model: str):
+    names = {"folder": write_model(tmp_path / "m"), "gguf": str(gguf(tmp_path / "m.gguf"))}
+    with pytest.raises(ModelError, match="does not come from the hub, so it has no revision 'v1'"):
+        read_facts(names.get(model, model), revision="v1")
+    assert read_facts("google/gemma-2-2b", revision="v1").parameters == 2_614_341_888
+
+
 # ---------------------------------------------------------------------------------------------------- local folders
 
 
@@ -186,21 +308,75 @@ def test_a_local_folder_comes_before_a_bundled_name(tmp_path: Path, monkeypatch:
     assert read_facts("smollm2-135m").parameters == TINY
 
 
-def test_shards_are_those_of_the_index(tmp_path: Path):
-    folder = Path(write_model(tmp_path / "m"))
-    (folder / "model.safetensors").unlink()
+def write_shards(folder: Path) -> dict[str, str]:
+    """The made-up model in two shards with an index; gives the index's map."""
+    Path(write_model(folder) + "/model.safetensors").unlink()
     names = list(SHAPES)
     parts = {"model-1.safetensors": names[:7], "model-2.safetensors": names[7:]}
     for file, part in parts.items():
         write_safetensors(folder / file, {name: SHAPES[name] for name in part})
+    place = {name: file for file, part in parts.items() for name in part}
+    write_index(folder, place)
+    return place
+
+
+def write_index(folder: Path, place: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+
+
+def test_shards_are_those_of_the_index(tmp_path: Path):
+    folder = tmp_path / "m"
+    write_shards(folder)
     write_safetensors(folder / "consolidated.safetensors", SHAPES)  # the same weights in another format
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_safetensors(folder / "adapter_model.safetensors", {"lora": [2, 2]})
     assert read_facts(str(folder)).parameters == TINY
     (folder / "model-2.safetensors").unlink()
     assert "lacks 1 of its 2 shards: model-2.safetensors" in refused(folder).what
     (folder / "model.safetensors.index.json").unlink()
-    assert "weights for 1 of the 2 layers" in refused(folder).what
+    assert "has adapter_model.safetensors, and neither model.safetensors nor" in refused(folder).what
+
+
+def test_a_copy_that_the_index_left_behind_counts_once(tmp_path: Path):
+    folder = tmp_path / "m"
+    place = write_shards(folder)
+    extra = {name: SHAPES[name] for name in [*list(SHAPES)[7:], "model.embed_tokens.weight"]}
+    write_safetensors(folder / "model-2.safetensors", extra)
+    assert read_facts(str(folder)).parameters == TINY
+    write_index(folder, {**place, "model.lost.weight": "model-2.safetensors"})
+    error = refused(folder)
+    assert f"{folder}/model-2.safetensors lacks 1 of the tensors" in error.what
+    assert "'model.lost.weight'" in error.what
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ({}, "names no weights"),
+        (None, "is not a weights index"),
+        ([1], "is not a weights index"),
+        ({"a": 1}, "is not a weights index"),
+        ({"a": "../m/model-1.safetensors"}, "names '../m/model-1.safetensors' outside its folder"),
+    ],
+)
+def test_an_index_that_is_none(tmp_path: Path, place: Any, says: str):
+    write_shards(tmp_path / "m")
+    write_index(tmp_path / "m", place)
+    error = refused(tmp_path / "m")
+    assert "model.safetensors.index.json" in error.what
+    assert says in error.what
+
+
+def test_a_file_with_half_the_layers(tmp_path: Path):
+    half = {name: shape for name, shape in SHAPES.items() if ".layers.1." not in name}
+    assert "weights for 1 of the 2 layers" in refused(write_model(tmp_path / "m", shapes=half)).what
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path):
+    folder = Path(write_model(tmp_path / "m"))
+    (folder / "model.safetensors").chmod(0)
+    if os.access(folder / "model.safetensors", os.R_OK):
+        pytest.skip("this user may read everything")
+    assert "model.safetensors cannot be read: Permission denied" in refused(folder).what
 
 
 @pytest.mark.parametrize("config", [{**CONFIG, "tie_word_embeddings": True}, {**CONFIG, "model_type": "gemma2"}])
@@ -301,7 +477,8 @@ def test_folders_that_are_no_model(tmp_path: Path):
     (tmp_path / "config.json").write_text("[]")
     assert "not a JSON object" in refused(tmp_path).what
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert "no weights" in refused(tmp_path).what
+    (tmp_path / "training_args.bin").touch()
+    assert "no safetensors weights" in refused(tmp_path).what
     (tmp_path / "pytorch_model.bin").touch()
     error = refused(tmp_path)
     assert "pytorch_model.bin" in error.what
@@ -322,6 +499,44 @@ def test_models_that_are_not_for_training(tmp_path: Path):
     assert "no token embedding" in refused(write_model(tmp_path / "v", shapes=vision)).what
     headless = {key: value for key, value in CONFIG.items() if key != "num_attention_heads"}
     assert "attention heads" in refused(write_model(tmp_path / "h", headless)).what
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": 24}, "hidden_size 24 in its config.json, and its embedding is 8 wide."),
+        ({"vocab_size": 32_000}, "vocab_size 32,000 in its config.json, and its embedding has 12 rows."),
+        (
+            {"intermediate_size": 24},
+            "intermediate_size 24 in its config.json, and its MLP layers are 16 wide inside.",
+        ),
+        ({"text_config": {"vocab_size": 13}}, "vocab_size 13 in its config.json, and its embedding has 12 rows."),
+        ({"intermediate_size": [16, 24]}, "intermediate_size 24 in its config.json"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(tmp_path: Path, change: dict[str, Any], says: str):
+    error = refused(write_model(tmp_path / "m", {**CONFIG, **change}))
+    assert f"{tmp_path}/m says {says}" in error.what
+    assert error.hint == "The weights are another model's; download or save both again."
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [
+        ({"vocab_size": 10}, {}),  # rows padded to a round number
+        ({"vocab_size": 10, "text_config": {"vocab_size": 12}}, {}),
+        ({"vocab_size": 99, "hidden_size": 99, "text_config": {"vocab_size": 12, "hidden_size": 8}}, {}),
+        ({"intermediate_size": None}, {}),
+        ({"intermediate_size": [8, 16]}, {}),  # one for each layer
+        ({"intermediate_size": 99}, {"model.layers.0.mlp.experts.0.up_proj.weight": [16, 8]}),  # not every model's
+        ({"hidden_size": 8}, {"model.embed_tokens.weight": [12, 4], "lm_head.weight": [12, 4]}),  # factorised
+        ({"intermediate_size": 32, "model_type": "recurrent_gemma"}, {}),  # counts both halves
+    ],
+)
+def test_what_only_looks_like_a_contradiction(tmp_path: Path, config: dict[str, Any], shapes: dict[str, list[int]]):
+    facts = read_facts(write_model(tmp_path / "m", {**CONFIG, **config}, {**SHAPES, **shapes}))
+    assert facts.hidden_size == 8
+    assert facts.intermediate_size == (99 if facts.has_experts else 16)
 
 
 def test_names_that_are_no_model(tmp_path: Path):
@@ -421,6 +636,16 @@ def test_gguf_has_the_names_and_shapes_of_hugging_face(tmp_path: Path):
     assert read_facts(str(gguf(tmp_path / "tied.gguf"))).tied
 
 
+def test_gguf_whose_header_contradicts_its_weights(tmp_path: Path):
+    wide = {"token_embd.weight": [12, 6]}
+    for name in ("output_norm", *(f"blk.{n}.{norm}" for n in range(2) for norm in ("attn_norm", "ffn_norm"))):
+        wide[f"{name}.weight"] = [6]
+    assert (
+        "says hidden_size 8 in its header, and its embedding is 6 wide."
+        in refused(gguf(tmp_path / "m.gguf", extra=wide)).what
+    )
+
+
 def test_gguf_gemma_has_four_norms(tmp_path: Path):
     extra = {f"blk.{n}.{name}.weight": [8] for n in range(2) for name in ("post_attention_norm", "post_ffw_norm")}
     facts = read_facts(str(gguf(tmp_path / "m.gguf", "gemma2", extra)))
@@ -448,7 +673,7 @@ def test_the_embedded_gguf_agrees_with_the_bundled_facts():
 
     def numbers(facts: Facts) -> dict[str, Any]:
         shapes = {tensor.name: tensor.shape for tensor in facts.tensors}
-        return {**vars(facts), "model": "", "source": "", "tensors": shapes}
+        return {**vars(facts), "model": "", "source": "", "config": "", "tensors": shapes}
 
     assert numbers(from_file) == numbers(bundled)
 

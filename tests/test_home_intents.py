@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("hassil")
 pytest.importorskip("home_assistant_intents")
 
-from finetune import home_intents
+from finetune import home_intents, home_words
 from finetune.errors import DataError
 
 
@@ -48,7 +48,7 @@ def label(row) -> dict:
 
 def names(half: int) -> set[str]:
     """All rooms, devices and things: 0 those of training, 1 the held-out ones."""
-    return {name for halves in home_intents.VOCABULARY.values() for name in halves[half].split(", ")}
+    return {name for halves in home_words.VOCABULARY.values() for name in halves[half].split(", ")}
 
 
 def mentions(text: str, words: set[str]) -> set[str]:
@@ -71,9 +71,9 @@ def test_a_row_is_a_command_and_sorted_json(made):
 
 
 def test_eight_intents_equally_often(made):
-    assert len(home_intents.INTENTS) == 8
-    assert Counter(label(row)["intent"] for row in made.train) == dict.fromkeys(home_intents.INTENTS, 640 // 8)
-    assert Counter(label(row)["intent"] for row in made.test) == dict.fromkeys(home_intents.INTENTS, 200 // 8)
+    assert len(home_words.INTENTS) == 8
+    assert Counter(label(row)["intent"] for row in made.train) == dict.fromkeys(home_words.INTENTS, 640 // 8)
+    assert Counter(label(row)["intent"] for row in made.test) == dict.fromkeys(home_words.INTENTS, 200 // 8)
     assert made.about["intents"]["train"]["HassTurnOn"] == 80
 
 
@@ -200,7 +200,7 @@ def test_a_command_that_cannot_be_read_is_rejected(recogniser):
 
 def test_a_command_with_two_readings_is_rejected(monkeypatch):
     """'the office lamp' is a lamp of that name, or the lamps in the office."""
-    monkeypatch.setitem(home_intents.VOCABULARY, "light", ("desk lamp, office lamp", "reading lamp"))
+    monkeypatch.setitem(home_words.VOCABULARY, "light", ("desk lamp, office lamp", "reading lamp"))
     confused = home_intents.Recogniser(home_intents._package_data())
     assert confused.agrees("turn on the desk lamp", {"intent": "HassTurnOn", "name": "desk lamp"})
     for reading in ({"name": "office lamp"}, {"area": "office", "domain": "light"}):

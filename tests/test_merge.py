@@ -622,11 +622,15 @@ REFUSED: dict[str, tuple[Change, type[InputError], str]] = {
     "adapter cut short": (
         cut("adapter_model.safetensors", 900),
         ModelError,
-        "adapter_model.safetensors is incomplete",
+        "adapter_model.safetensors is cut short",
     ),
-    "base cut short": (cut("model.safetensors", -100), ModelError, "base/model.safetensors is incomplete"),
-    "base cut in its header": (cut("model.safetensors", 100), ModelError, "base/model.safetensors is incomplete"),
-    "base emptied": (cut("model.safetensors", 0), ModelError, "base/model.safetensors is incomplete: it has 0 bytes"),
+    "base cut short": (cut("model.safetensors", -100), ModelError, "base/model.safetensors is cut short"),
+    "base cut in its header": (cut("model.safetensors", 100), ModelError, "base/model.safetensors is cut short"),
+    "base emptied": (
+        cut("model.safetensors", 0),
+        ModelError,
+        "base/model.safetensors is cut short .* it has 0 bytes",
+    ),
     "no base weights": (remove("model.safetensors"), ModelError, "no safetensors weights in .*base"),
     "no base config": (remove("config.json"), ModelError, "config.json is missing"),
     "broken generation config": (
@@ -679,15 +683,13 @@ def test_shards_and_index_that_disagree(pair: tuple[Path, Path], tmp_path: Path)
     second = base / "model-00002-of-00003.safetensors"
     whole = second.read_bytes()
     second.unlink()
-    with pytest.raises(ModelError, match="model-00002-of-00003.safetensors is missing"):
+    with pytest.raises(ModelError, match="lacks 1 of its 3 shards: model-00002-of-00003.safetensors"):
         merge_adapter(base, pair[1], tmp_path / "out")
     second.write_bytes(whole[:-1])
-    with pytest.raises(ModelError, match="model-00002-of-00003.safetensors is incomplete"):
+    with pytest.raises(ModelError, match="model-00002-of-00003.safetensors is cut short"):
         merge_adapter(base, pair[1], tmp_path / "out")
     shutil.copy(base / "model-00001-of-00003.safetensors", second)
-    with pytest.raises(
-        ModelError, match="model-00002-of-00003.safetensors is incomplete: .* tensors that .* places there"
-    ):
+    with pytest.raises(ModelError, match="model-00002-of-00003.safetensors lacks .* tensors that .* places there"):
         merge_adapter(base, pair[1], tmp_path / "out")
 
 
