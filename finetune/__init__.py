@@ -43,6 +43,7 @@ The modules in reading order, which is also the only legal direction of imports:
     ---------------------------------------------------------------- above this line nothing imports torch
     fast.head     the loss on supervised rows only
     model         weights on the device, adapter attached
+    lengths       how long the rows are, in the model's tokens
     measure       what a step really takes
     meta          the very model on the meta device
     as_cuda       what a GPU would run, for a trace without one
@@ -54,6 +55,10 @@ The modules in reading order, which is also the only legal direction of imports:
     merge         W + scale * B @ A, shard by shard
     evaluate      held-out rows -> scores
     report        numbers -> what a person likes to read
+    plan_page     a plan as a page and as a drawing
+    plan_view     a plan in the terminal
+    verify        two real steps against the plan
+    planning      the verb `plan`, from all sides
     train         the story of one run
     talk          a chat in the terminal
     serve         an OpenAI-compatible endpoint

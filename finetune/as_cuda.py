@@ -102,7 +102,7 @@ def _attention(path: Path) -> Iterator[None]:
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         return _kernel(path, query, key, value, attn_mask, dropout_p, is_causal, scale)
 
     with _swapped(functional, scaled_dot_product_attention=attend):
@@ -112,7 +112,7 @@ def _attention(path: Path) -> Iterator[None]:
 def _kernel(
     path: Path, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float,
     causal: bool, scale: float | None,
-) -> torch.Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     import torch
 
     aten = torch.ops.aten
@@ -153,7 +153,7 @@ def _half_softmax() -> Iterator[None]:
 
     plain = functional.softmax
 
-    def softmax(x: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> torch.Tensor:
+    def softmax(x: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if x.dtype == torch.float16 and dtype == torch.float32:
             return torch.ops.aten._softmax(x, dim, True)
         return plain(x, dim=dim, dtype=dtype)
@@ -237,7 +237,7 @@ class _Kernel:
         return lambda *args, **kwargs: None
 
 
-# ------------------------------------------------------------------------------------------------ bitsandbytes' choice
+# ----------------------------------------------------------------------------------------------- bitsandbytes' choice
 
 
 def fused_4_bit(path: Path, activations: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -260,11 +260,11 @@ def _fused_4_bit(
 
     missing = not hasattr(torch._C, "_cuda_getCurrentRawStream")
     if missing:  # a CPU build of torch; the module only stores the function
-        torch._C._cuda_getCurrentRawStream = None
+        setattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: B010
     try:
         from bitsandbytes.backends.cuda import ops
     finally:
         if missing:
-            del torch._C._cuda_getCurrentRawStream
+            delattr(torch._C, "_cuda_getCurrentRawStream")  # noqa: B043
     with _swapped(ops, _gpu_dispatch_props=lambda index: (multiprocessors, *capability)):
         return bool(ops._gemm_4bit_use_custom_cuda.__wrapped__(0, dtype, rows, out, inner))

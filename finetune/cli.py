@@ -109,21 +109,44 @@ def init(
 def plan(
     recipe: RecipeName,
     device: Annotated[str, typer.Option(help="auto, a size such as 24GB, or a card such as rtx4090.")] = "auto",
+    rows: Annotated[Optional[str], typer.Option(help="Rows whose lengths count; none takes max_length.")] = None,  # noqa: UP045
+    compare: Annotated[bool, typer.Option("--compare", help="Full, LoRA and QLoRA side by side.")] = False,
+    rank: Annotated[Optional[str], typer.Option(help="Ranks to compare, such as 4,8,16,64.")] = None,  # noqa: UP045
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together, and what they share.")] = 1,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Trace one step of the very model as well.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Run two real steps here and compare.")] = False,
+    fit: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write the recipe that fits.")] = None,  # noqa: UP045
+    svg: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Draw the plan into a file.")] = None,  # noqa: UP045
+    html: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write the plan as a page.")] = None,  # noqa: UP045
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
     """Predict the training memory before a weight is downloaded."""
-    from finetune.plan import plan as make_plan
-    from finetune.plan import require_fit
+    from finetune import planning
 
-    planned = make_plan(_load(recipe, set_), device)
+    with _stdout_for_json(as_json):
+        answer = planning.answer(
+            _load(recipe, set_), device=device, rows=rows, compare=compare or rank is not None, ranks=_numbers(rank),
+            gpus=gpus, simulate=simulate, verify=verify,
+        )  # fmt: skip
+        answer.write(fit=fit, svg=svg, html=html, name=Path(recipe).stem)
     if as_json:
-        _document(planned.document())
+        _document(answer.document())
     else:
-        from finetune.report import plan_view
+        for view in answer.views():
+            _show(view)
+    answer.require_fit(written=fit)
 
-        _show(plan_view(planned))
-    require_fit(planned)
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    """`4,8,16` as numbers. Raises `InputError` for anything else."""
+    try:
+        found = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        found = (0,)
+    if any(number < 1 for number in found):
+        raise InputError(f"--rank {text} is no list of ranks.", "Write whole numbers with commas, such as 4,8,16.")
+    return found
 
 
 @app.command(rich_help_panel=WAY)

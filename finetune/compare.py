@@ -44,7 +44,7 @@ class Row:
             "static": self.static,
             "buckets": self.plan.buckets(),
             "total": self.plan.total,
-            "micro_batch": self.plan.batch.rows,
+            "micro_batch": self.plan.micro_batch,
             "checkpointing": self.plan.path.checkpointing,
             "fits": list(self.cards),
         }

@@ -124,7 +124,7 @@ def read_messages(source: str, data: Data) -> list[list[Message]]:
     Raises `DataError` as `prepare` does; rows skipped by `on_bad_row: skip` are left out.
     """
     sources = files.find(source)
-    layout, _ = _layout(sources, data, None)
+    layout, _ = layout_of(sources, data, None)
     bad = _Bad()
     found = []
     for where, row in files.rows(sources, None):
@@ -255,7 +255,7 @@ def _token_counts(rows: Rows) -> dict[str, Any]:
 
 def _load(source: str | list[str], data: Data, tokenizer: Any, limit: int | None) -> _Loaded:
     sources = files.find(source)
-    layout, reason = _layout(sources, data, limit)
+    layout, reason = layout_of(sources, data, limit)
     loaded = _Loaded(sources, layout, reason, data.max_length)
     for where, row in files.rows(sources, limit):
         loaded.read += 1
@@ -276,7 +276,7 @@ def _whole(row: dict[str, Any] | BadRow) -> dict[str, Any]:
     return row
 
 
-def _layout(sources: list[files.Source], data: Data, limit: int | None) -> tuple[str, str]:
+def layout_of(sources: list[files.Source], data: Data, limit: int | None) -> tuple[str, str]:
     """The layout and why, from the columns of all rows: the answer must not hang on which row comes first."""
     columns = dict.fromkeys(key for _, row in files.rows(sources, limit) if isinstance(row, dict) for key in row)
     if data.format == "auto":

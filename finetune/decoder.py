@@ -201,14 +201,11 @@ class _Decoder:
         tape = self.tape
         tape.bucket, tape.where = "activations", "forward"
         self.casting = True
-        ids = tape.new("token ids", (self.rows, self.length), 8)
+        beside = [tape.new("token ids", (self.rows, self.length), 8)]
         hidden = self._embedding()
         self._masks(hidden.width)
-        cos = tape.new(
-            "rotary tables", (1 if not self.batch.flat else self.rows, self.length, self.facts.head_dim), hidden.width
-        )
-        sin = tape.new("rotary tables", cos.shape, hidden.width)
-        self.rotary = cos
+        table = (self.rows if self.batch.flat else 1, self.length, self.facts.head_dim)
+        beside += [tape.new("rotary tables", table, hidden.width) for _ in range(2)]
         for index, number in enumerate(self.shown):
             tape.where = f"layer {number}"
             if index == self.lump_starts:
@@ -222,6 +219,7 @@ class _Decoder:
         hidden = self._norm(hidden, self._norm_weight(self.full))
         tape.bucket, tape.where = "loss", "the loss"
         loss, output = self._loss(hidden)
+        del beside
         self.low_copies.clear()
         self.casting = False
         for block in [block for block in self.lump if not block.live]:
@@ -275,7 +273,9 @@ class _Decoder:
         out = tape.new("embedding", shape, self.stored)
         if self.full:
             table = self._parameter("embedding", (facts.vocab_size, facts.hidden_size), self.stored, trained=True)
-            table.shared = facts.tied and self.path.loss != "tiled"  # TRL's head gives a gradient that can be added to
+            table.shared = (
+                facts.tied and self.path.loss != "tiled"
+            )  # TRL's head gives a gradient that can be added to
             self.table = table
             tokens = self.batch.tokens
 
@@ -292,7 +292,7 @@ class _Decoder:
         return tape.scaled(out, "scaled embedding") if self.gemma else out
 
     def _masks(self, width: int) -> None:
-        """The attention masks that transformers builds: for eager always, for sdpa when rows are padded or share one."""
+        """The masks that transformers builds: for eager always, for sdpa when rows are padded or share one."""
         kinds = 2 if self.facts.model_type == "gemma2" else 1
         shape = (self.rows, 1, self.length, self.length)
         if self.path.attention == "eager":
@@ -679,7 +679,7 @@ class _Decoder:
         return self._parameter("output head", shape, self.stored, trained=self.full)
 
     def _chosen(self, hidden: Tensor) -> Tensor:
-        """The rows of supervised positions; the gradient is put back among zeros, twice (the slice is its own step)."""
+        """The rows of supervised positions; their gradient is put back among zeros, and once more for the slice."""
         tape = self.tape
         out = tape.new("supervised rows", (self.batch.supervised, hidden.shape[-1]), hidden.width)
         shape = hidden.shape

@@ -1,12 +1,12 @@
 """When a plan does not fit: the changes that would make it fit, the cheapest in speed and quality first.
 
-    micro_batch      fewer rows a pass, more passes a step: the same result
-    attention        a kernel that never holds the scores: the same result, needs a package
-    optimizer        moments in 8 bits, paged: nearly the same result
-    checkpointing    every 4., 2., each layer again in the backward pass: the same result, 8 to 30 % more time
-    method           full -> LoRA -> QLoRA: fewer trained weights, then 4-bit frozen ones
-    targets, rank    a smaller adapter
-    max_length       shorter rows: the data must allow it
+micro_batch      fewer rows a pass, more passes a step: the same result
+attention        a kernel that never holds the scores: the same result, needs a package
+optimizer        moments in 8 bits, paged: nearly the same result
+checkpointing    every 4., 2., each layer again in the backward pass: the same result, 8 to 30 % more time
+method           full -> LoRA -> QLoRA: fewer trained weights, then 4-bit frozen ones
+targets, rank    a smaller adapter
+max_length       shorter rows: the data must allow it
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HALF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Change:
-    """One field of the recipe set to another value, what it costs, and the total it gives: alone, and with all before."""
+    """A field of the recipe set to another value, what it costs, and the total it gives: alone, with all before it."""
 
     field: str
     value: Any
@@ -143,7 +143,7 @@ def _as(kind: type[LoRA] | type[QLoRA], method: Method) -> LoRA | QLoRA:
     return kind(kind=name, **common)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------- how much would still fit
+# ----------------------------------------------------------------------------------------- how much would still fit
 
 
 def most_rows(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None) -> int:

@@ -67,7 +67,7 @@ def efficient_backward(
 
 def flash_backward(rows: int, heads: int, length: int, dim: int, *, width: int, shared: bool) -> list[int]:
     """The flash kernel's backward: dQ in fp32 and the softmax's sums, with lengths rounded up to 128 and dims to 32,
-    and dK, dV per query head where heads share them. Source: aten/native/transformers/cuda/flash_attn/flash_api.cpp."""
+    and dK, dV per query head where heads share them. Source: flash_api.cpp, `mha_bwd`."""
     long = math.ceil(length / 128) * 128
     sizes = [rows * heads * long * math.ceil(dim / 32) * 32 * 4, rows * heads * long * 4]
     return sizes + [rows * length * heads * dim * width] * 2 if shared else sizes

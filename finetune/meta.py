@@ -74,7 +74,7 @@ def _compute_dtype(method: QLoRA, dtype: str) -> str:
 def _in_4_bits(model: Any, method: QLoRA, compute: torch.dtype) -> None:
     """Replace every Linear layer but the head by bitsandbytes' 4-bit one, with constants of the right sizes."""
     import torch
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
@@ -104,8 +104,13 @@ def _constants(shape: torch.Size, compute: torch.dtype, method: QLoRA) -> Any:
     from bitsandbytes.functional import QuantState
 
     scales = -(-shape.numel() // methods.BLOCK)
-    fp32 = {"dtype": torch.float32}
-    common = {"shape": shape, "dtype": compute, "blocksize": methods.BLOCK, "quant_type": method.quant}
+    fp32: dict[str, Any] = {"dtype": torch.float32}
+    common: dict[str, Any] = {
+        "shape": shape,
+        "dtype": compute,
+        "blocksize": methods.BLOCK,
+        "quant_type": method.quant,
+    }
     if not method.double_quant:
         return QuantState(torch.empty(scales, **fp32), code=torch.empty(16, **fp32), **common)
     second = QuantState(

@@ -157,8 +157,8 @@ def adapter_shapes(method: Method, facts: Facts) -> list[AdapterShape]:
 def trained_tensors(method: Method, facts: Facts) -> list[tuple[str, tuple[int, ...]]]:
     """Name and shape of every trained tensor, in the model's order.
 
-    LoRA trains A [rank, in] and B [out, rank] of each adapted layer (Hu et al. 2021, section 4.2); DoRA a magnitude per
-    output besides (Liu et al. 2024, arXiv:2402.09353). Full trains every parameter, a tied head once.
+    LoRA trains A [rank, in] and B [out, rank] of each adapted layer (Hu et al. 2021, section 4.2); DoRA a magnitude
+    per output besides (Liu et al. 2024, arXiv:2402.09353). Full trains every parameter, a tied head once.
     """
     if isinstance(method, Full):
         return [(tensor.name, tensor.shape) for tensor in facts.tensors]

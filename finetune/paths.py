@@ -133,6 +133,12 @@ def in_words(path: Path, batch: Batch) -> str:
         "supervised": "logits of supervised rows only", "tiled": "TRL's loss head in tiles",
         "library": "transformers' loss over all logits",
     }[path.loss]  # fmt: skip
-    rows = "rows laid end to end" if batch.flat else "rows padded to the longest" if batch.padded else "rows of one length"
+    rows = (
+        "rows laid end to end"
+        if batch.flat
+        else "rows padded to the longest"
+        if batch.padded
+        else "rows of one length"
+    )
     cast = f"{path.autocast} products" if path.autocast else f"{path.weights} throughout"
     return f"{attention}, {loss}, {rows}, {cast}"

@@ -47,6 +47,7 @@ class Plan:
     device: Device
     parameters: int
     trainable: int
+    micro_batch: int
     batch: Batch
     path: Path
     account: Account
@@ -87,6 +88,7 @@ class Plan:
             "device": asdict(self.device),
             "parameters": self.parameters,
             "trainable": self.trainable,
+            "micro_batch": self.micro_batch,
             "batch": asdict(self.batch),
             "path": asdict(self.path),
             "models": in_words(self.path, self.batch),
@@ -152,9 +154,7 @@ def _about(planned: Plan) -> str:
     return "about " if planned.account.estimated else ""
 
 
-def resolve(
-    recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None
-) -> tuple[Recipe, Plan]:
+def resolve(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None) -> tuple[Recipe, Plan]:
     """Answer every "auto" of a recipe for this model and device, and plan the memory of the result.
 
     Raises `InputError` for targets the model does not have and batch sizes that do not divide.
@@ -199,6 +199,7 @@ def planned(
         device,
         facts.parameters,
         trainable_parameters(recipe.method, facts),
+        int(recipe.train.micro_batch),
         batch,
         path,
         held,

@@ -446,7 +446,7 @@ p{margin:6px 0}.soft,footer{color:var(--soft)}footer{font-size:13px;margin-top:4
 .big b{font-size:52px;line-height:1;letter-spacing:-.03em}.big b small{font-size:26px;letter-spacing:0}
 .card{background:var(--paper);border:1px solid var(--edge);border-radius:16px;padding:8px 20px;overflow-x:auto}
 .card svg{display:block;width:100%;min-width:700px;height:auto;margin:-4px -20px;width:calc(100% + 40px)}
-table{border-collapse:collapse;width:100%}
+table{border-collapse:collapse;width:100%;min-width:660px}
 td,th{padding:7px 12px 7px 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--edge)}
 tr:last-child td{border-bottom:0}tbody+tbody tr:first-child td,tbody+tbody tr:first-child th{padding-top:18px}
 th{font-weight:600;color:var(--soft);white-space:nowrap}tbody th{color:var(--ink)}

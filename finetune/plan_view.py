@@ -257,7 +257,7 @@ def _histogram(bins: Sequence[tuple[int, int]], height: int = 4) -> Table:
 
 def _changes(fit: Fit) -> list[RenderableType]:
     """What was tried, the cheapest first, with what it takes marked, and the memory after it."""
-    table = _table(2, ("", "left"), ("change", "left"), ("alone", "right"), ("with those above", "right"))
+    table = _table(2, ("", "left"), ("change", "left"), ("alone", "right"), ("together", "right"))
     table.add_column(Text("what it costs", style="dim"))
     for change, takes in words.needed(fit):
         value = (f" → {words.as_written(change.value)}", "bold" if takes else "")
@@ -270,7 +270,7 @@ def _changes(fit: Fit) -> list[RenderableType]:
     told = Text(words.fit_in_words(fit), style="bold green" if after.fits else "bold red")
     write = Text.assemble("Write it: ", ("finetune plan RECIPE --fit FILE", "bold cyan"))
     return [
-        _heading("What would make it fit, the cheapest first"),
+        _heading("What would make it fit, the cheapest first", "alone, and together with those above it"),
         *([table] if fit.changes else []),
         "",
         _Stack(dict(after.buckets()), full, after.room),
@@ -312,7 +312,7 @@ def _compared(rows: Sequence[Row], *, gap: int, cards: bool = False, bars: bool 
         *((str(title), "right") for title in (CARDS if cards else ["card"])),
     )
     if bars:
-        table.add_column("", width=24)
+        table.add_column("", width=20)
     before, largest = "", max(row.plan.total for row in rows)
     for row in rows:
         plan, buckets = row.plan, row.plan.buckets()

@@ -14,18 +14,11 @@ from rich.text import Text
 if TYPE_CHECKING:
     from finetune.evaluate import Evaluation
     from finetune.facts import Facts
+    from finetune.ledger import Block
+    from finetune.measure import Measured
     from finetune.plan import Plan
+    from finetune.simulate import Simulation
 
-_COLOURS = {
-    "weights": "blue",
-    "gradients": "yellow",
-    "optimizer": "magenta",
-    "activations": "green",
-    "loss": "cyan",
-    "temporary": "red",
-    "outside": "white",
-}
-_WIDTH = 60  # cells of the bar of a plan
 _BAR = 40  # cells that stand for all parameters: a row fits 80 columns
 
 
@@ -34,58 +27,45 @@ def gb(count: float) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def plan_view(plan: Plan) -> RenderableType:
-    """The plan as a bar of the device, its lines with their arithmetic, and the choices with their reasons."""
-    share = 100 * plan.trainable / plan.parameters
-    head = Text.assemble(
-        (plan.model, "bold"),
-        f"  {plan.parameters:,} parameters, ",
-        (f"{plan.trainable:,} trained", "bold"),
-        f" ({share:.3g} %)",
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for name, style, align in (
-        ("", "", "left"),
-        ("part", "", "left"),
-        ("bytes", "bold", "right"),
-        ("formula", "dim", "left"),
-    ):
-        table.add_column(name, style=style, justify=align, no_wrap=name != "formula")  # type: ignore[arg-type]
-    for line in plan.lines:
-        swatch = Text("■", style=_COLOURS[line.bucket])
-        table.add_row(swatch, line.name, ("" if line.exact else "~ ") + gb(line.bytes), line.formula)
-    verdict = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
-    total = Text.assemble(
-        ("about " + gb(plan.total), "bold"), f" of {gb(plan.device.memory)}{_on(plan)}: ", verdict,
-        ("   1 GB = 1e9 bytes; ~ marks an estimate", "dim"),
+def simulation_view(simulation: Simulation, plan: Plan) -> RenderableType:
+    """The trace of one step beside the plan: the peak of each phase, and who held it."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    for name in ("one step, simulated", "simulated", "planned", "difference"):
+        table.add_column(name, justify="left" if name.startswith("one") else "right")
+    for phase, peak in simulation.peaks.items():
+        traced, planned = peak.allocated or peak.bytes, plan.account.phases[phase]
+        mark = "  <- peak" if phase == simulation.peak.phase else ""
+        table.add_row(phase + mark, gb(traced), gb(planned), f"{planned / traced - 1:+.2%}")
+    told = [f"the most in {simulation.peak.during}", f"{simulation.operations:,} operations"]
+    if simulation.reserved:
+        told.append(f"{gb(simulation.reserved)} reserved by the allocator")
+    held = Table(box=None, padding=(0, 3, 0, 0), show_header=False)
+    for bucket, what, shape, count, size in _largest(simulation.held, 8):
+        held.add_row(Text(bucket, style="cyan"), what, shape, f"x {count:,}", Text(gb(size), style="bold"))
+    return Group("", table, Text(", ".join(told), style="dim"), "", Text("Held at that moment", style="bold"), held)
+
+
+def _largest(held: Iterable[Block], count: int) -> list[tuple[str, str, str, int, int]]:
+    """The kinds of blocks that hold the most: bucket, operation, shape, how many, bytes."""
+    kinds: dict[tuple[str, str, str], list[int]] = {}
+    for block in held:
+        what = block.what if block.bucket not in ("weights", "optimizer", "gradients") else "-"
+        shape = " x ".join(f"{side:,}" for side in block.shape) if what != "-" else ""
+        entry = kinds.setdefault((block.bucket, what, shape), [0, 0])
+        entry[0] += block.count
+        entry[1] += block.size * block.count
+    ranked = sorted(kinds.items(), key=lambda item: -item[1][1])[:count]
+    return [(*kind, number, size) for kind, (number, size) in ranked]
+
+
+def measured_view(measured: Measured) -> RenderableType:
+    """Two real steps beside the plan."""
+    batch = measured.batch
+    rows = f"{batch.tokens:,} tokens, {batch.supervised:,} of them trained"
+    return Text.assemble(
+        "\nMeasured in two real steps: ", (gb(measured.peak), "bold"), f" at the peak ({rows}); predicted ",
+        (gb(measured.predicted), "bold"), f", {measured.difference:+.2%}",
     )  # fmt: skip
-    return Group(head, "", _bar(plan), total, "", table, *_choices(plan))
-
-
-def _on(plan: Plan) -> str:
-    """Where, unless the device was named by nothing but its size."""
-    return "" if plan.device.name[:1].isdigit() else f" on {plan.device.name}"
-
-
-def _bar(plan: Plan) -> Text:
-    """The device's memory as one line, each bucket in its colour; a larger plan fills the line and ends in >."""
-    full = max(plan.device.memory, plan.total)
-    bar = Text()
-    for bucket, size in plan.buckets().items():
-        bar.append("█" * round(_WIDTH * size / full), style=_COLOURS[bucket])
-    bar.truncate(_WIDTH)
-    bar.append("░" * max(0, _WIDTH - len(bar)), style="dim")
-    return bar if plan.total <= plan.device.memory else bar.append(">", style="bold red")
-
-
-def _choices(plan: Plan) -> list[RenderableType]:
-    if not plan.choices:
-        return []
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for choice in plan.choices:
-        value = str(choice.value).lower() if isinstance(choice.value, bool) else str(choice.value)
-        table.add_row(Text(choice.field, style="cyan"), value, Text(choice.because, style="dim"))
-    return ["", table]
 
 
 _GROUPS = {

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 # The dispatch mode must inherit from torch's; this hot module is imported by the commands that simulate only.
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID253
@@ -52,6 +52,19 @@ class Simulation:
     def peak(self) -> Peak:
         """The highest phase."""
         return max((self.peaks[name] for name in PHASES), key=lambda peak: peak.allocated or peak.bytes)
+
+    def document(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "peak": self.peak.allocated or self.peak.bytes,
+            "during": f"{self.peak.phase}: {self.peak.during}",
+            "resident": self.resident,
+            "phases": {name: self.peaks[name].allocated or self.peaks[name].bytes for name in PHASES},
+            "reserved": self.reserved,
+            "buckets": self.buckets,
+            "operations": self.operations,
+            "seconds": round(self.seconds, 2),
+        }
 
 
 def simulate(
@@ -219,8 +232,8 @@ def _tiled_loss(model: Any, inputs: dict[str, Any], places: tuple[torch.Tensor, 
         hidden[places], head.weight, head.bias, labels[:, 1:][places], 1.0, utils._CHUNKED_LOGPROB_CHUNK_SIZE,
         getattr(text, "final_logit_softcapping", None), 1.0, ("entropy", "is_top1"),
     )  # fmt: skip
-    kept = [None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in outputs]
-    return -kept[0].sum() / len(places[0])
+    kept = [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in outputs if x is not None]
+    return cast("torch.Tensor", -kept[0].sum() / len(places[0]))
 
 
 class Watch(TorchDispatchMode):
@@ -328,7 +341,7 @@ class Watch(TorchDispatchMode):
 
     def _in_place(self, function: Any, args: Any) -> Any:
         """Autograd adds a second gradient to the first in place when nobody else holds the first and it is no view; a
-        dispatch mode keeps it from that (torch/csrc/autograd/input_buffer.cpp), so a trace sees one tensor too many.
+        dispatch mode keeps it from that (torch/csrc/autograd/input_buffer.cpp): a trace sees one tensor too many.
 
         The first one's count is then 4: the engine's buffer, this call's arguments, and the two that torch holds while
         it calls Python.

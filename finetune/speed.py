@@ -1,7 +1,7 @@
 """How long a step takes at the least: floating-point operations counted honestly, against what the card can do.
 
-Per trained-on token, with N weights in matrix products, P adapter weights, hidden H, vocabulary V, layers L, query width
-Q, length T and the supervised share s:
+Per token, with N weights in matrix products, P adapter weights, hidden H, vocabulary V, layers L, query width Q, length
+T and the supervised share s:
 
     forward             2 N + attention             attention = 2 * 2 * Q * T / 2 a layer (causal: half the square)
     backward, inputs    2 N + 2.5 * attention       the kernels compute the scores once more
@@ -25,7 +25,7 @@ from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Path
 
 UTILISATION = {"cuda": 0.3, "cpu": 0.5}
-"""Share of the peak that training reaches; on GPUs 16-31 % were measured of plain stacks and 40-60 % of tuned ones."""
+"""Share of the peak that training reaches; plain stacks were measured at 16-31 % of a GPU, tuned ones at 40-60 %."""
 CPU_FLOPS = 45e9
 """fp32 operations per second of one CPU core with AVX2, where nothing better is known."""
 

@@ -3,8 +3,8 @@
     x ──> linear ──> y          y is new; x is kept if the weight is trained, the weight is there anyway
     grad of x <── linear <── grad of y        the gradients are new; what was kept is let go when the node is done
 
-A `Tensor` here has a shape and a width in bytes and nothing else. Its storage leaves the ledger when Python lets go of
-the last tensor that uses it, so code that follows a model's forward line by line has torch's lifetimes too.
+A `Tensor` here has a shape and a width in bytes and nothing else. Its storage leaves the ledger when Python lets go
+of the last tensor that uses it, so code that follows a model's forward line by line has torch's lifetimes too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Tensor:
 
 
 class Parameter:
-    """A weight: `trained` ones collect a gradient. `width` is that of a stored value; `shared` ones are used twice."""
+    """A weight. `trained` ones collect a gradient, `shared` ones from two places; `width` is of a stored value."""
 
     __slots__ = ("first", "grad", "name", "shape", "shared", "trained", "value", "width")
 

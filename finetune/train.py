@@ -246,9 +246,7 @@ def _in_words(measured: Measured) -> str:
     )
 
 
-def _result(
-    trainer: Trainer, plan: Plan, data: Prepared, loss: float, measured: Measured | None
-) -> dict[str, Any]:
+def _result(trainer: Trainer, plan: Plan, data: Prepared, loss: float, measured: Measured | None) -> dict[str, Any]:
     history = trainer.state.log_history
     evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     tokens = int(trainer._total_train_tokens)

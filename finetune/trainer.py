@@ -34,9 +34,7 @@ class Trainer(SFTTrainer):
 
     model: Any
 
-    def __init__(
-        self, *args: Any, clock: Clock, progress: Progress, measure: Measure, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, clock: Clock, progress: Progress, measure: Measure, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.clock, self.progress, self.measure = clock, progress, measure
         self.tokens_before = 0  # tokens trained before this process took over
