@@ -14,6 +14,7 @@ so no peak lies among them: they are entered as one lump.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ class _Decoder:
         self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
         self.gemma = facts.model_type in ("gemma", "gemma2")
         self.full = isinstance(method, Full)
+        self.double = isinstance(method, QLoRA) and method.double_quant
         self.trained = trained_tensors(method, facts)
         self.rows, self.length = batch.rows, batch.length
         self.low_copies: dict[int, Tensor] = {}
@@ -121,35 +123,39 @@ class _Decoder:
         return layers
 
     def _enter_weights(self) -> int:
-        """Everything that lies there before the step; returns bytes of paged optimizer state."""
-        packed = (
-            {linear.name for linear in self.facts.linears(towers=True)} if isinstance(self.method, QLoRA) else set()
-        )
-        take = self.ledger.take
-        paged = 0
+        """Enter everything that lies there before the step. Returns bytes of paged optimizer state."""
+        key = ("resident", repr(self.method), self.stored, self.path.optimizer, self.path.device)
+        if key not in self.facts.memo:
+            self.facts.memo[key] = self._resident()
+        found, paged = self.facts.memo[key]
+        for (bucket, what, size), count in found.items():
+            self.ledger.take(Block(bucket, what, size, count=count))
+        return int(paged)
+
+    def _resident(self) -> tuple[Counter[tuple[str, str, int]], int]:
+        """How many tensors of each kind and size there are, and the bytes that lie in unified memory."""
+        packs = isinstance(self.method, QLoRA)
+        packed = {linear.name for linear in self.facts.linears(towers=True)} if packs else set()
+        found: Counter[tuple[str, str, int]] = Counter()
         for tensor in self.facts.tensors:
             name = _NAMES[group_of(tensor.name)]
             if tensor.module in packed and tensor.name.endswith(".weight"):
-                take(Block("weights", f"{name}, 4 bit", -(-tensor.size // 2)))
-                for size in constant_sizes(tensor.size, double=self.method.double_quant):  # type: ignore[union-attr]
-                    take(Block("weights", "quantisation constants", size))
+                found["weights", f"{name}, 4 bit", -(-tensor.size // 2)] += 1
+                for size in constant_sizes(tensor.size, double=self.double):
+                    found["weights", "quantisation constants", size] += 1
             else:
-                take(Block("weights", name, tensor.size * self.stored))
-            if self.full:
-                paged += self._enter_state(tensor.name, tensor.shape)
-        if not self.full:
-            for name, shape in self.trained:
-                take(Block("weights", "adapter", 4 * _size(shape)))
-                paged += self._enter_state(name, shape)
-        return paged
-
-    def _enter_state(self, name: str, shape: tuple[int, ...]) -> int:
-        sizes = state_sizes(self.path.optimizer, name, shape)
-        if self.path.device == "cuda" and is_paged(self.path.optimizer, _size(shape)):
-            return sum(sizes)
-        for part in sizes:
-            self.ledger.take(Block("optimizer", "optimizer state", part))
-        return 0
+                found["weights", name, tensor.size * self.stored] += 1
+        paged = 0
+        for name, shape in self.trained:
+            if not self.full:
+                found["weights", "adapter", 4 * _size(shape)] += 1
+            sizes = state_sizes(self.path.optimizer, name, shape)
+            if self.path.device == "cuda" and is_paged(self.path.optimizer, _size(shape)):
+                paged += sum(sizes)
+                continue
+            for size in sizes:
+                found["optimizer", "optimizer state", size] += 1
+        return found, paged
 
     def _parameter(self, name: str, shape: tuple[int, ...], width: int, *, trained: bool) -> Parameter:
         parameter = Parameter(name, shape, width, trained=trained)
@@ -646,7 +652,7 @@ class _Decoder:
         tape, weight = self.tape, layer.weight
         inner = tape.cast(x, self.compute, "compute copy")
         size = _size(weight.shape)
-        scales = [4 * (size // BLOCK)] if self.method.double_quant else []  # type: ignore[union-attr]
+        scales = [4 * (size // BLOCK)] if self.double else []
         buffer = [*scales, size * self.compute]
         blocks = [self.ledger.take(Block("temporary", "unpacked weight", part)) for part in buffer]
         out = tape.new(what, (*x.shape[:-1], weight.shape[0]), self.compute)

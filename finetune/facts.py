@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -64,7 +65,7 @@ class Facts:
 
     `tensors` are the parameters that exist once the model is loaded: an output head that shares the embedding's
     weight (`tied`) and buffers that old files carry (rotary tables, causal masks) are not among them. `config` is the
-    content of config.json.
+    content of config.json. `memo` is for others to keep what they found out about these facts: a plan asks often.
     """
 
     model: str
@@ -82,6 +83,7 @@ class Facts:
     tied: bool
     tensors: tuple[Tensor, ...]
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def parameters(self) -> int:
@@ -118,17 +120,17 @@ class Facts:
 
         Experts and routers of mixture models are no Linear layers: transformers keeps them as stacked tensors.
         """
-        found = [tensor for tensor in self.tensors if tensor.is_linear]
-        return [self._linear(tensor) for tensor in found if towers or not in_tower(tensor.name)]
+        return [linear for linear, in_a_tower in self._linears if towers or not in_a_tower]
 
-    def linear_kinds(self) -> list[LinearKind]:
-        """The Linear layers by name and shape in the model's order, those of towers and the output head included.
+    @cached_property
+    def _linears(self) -> list[tuple[Linear, bool]]:
+        """Found once: a plan asks for them many times."""
+        return [(self._linear(tensor), in_tower(tensor.name)) for tensor in self.tensors if tensor.is_linear]
 
-        A decoder layer's part keeps the name it has inside the layer: `model.layers.0.mlp.up_proj` -> `mlp.up_proj`.
-        """
-        linears = [*self.linears(towers=True), *filter(None, [self.head()])]
-        counts = Counter((_kind_of(name), rows, columns) for name, rows, columns in linears)
-        return [LinearKind(*kind, copies) for kind, copies in counts.items()]
+    @cached_property
+    def linear_names(self) -> tuple[str, ...]:
+        """The decoder's Linear layers as they are called inside their layer, each once: `self_attn.q_proj`."""
+        return tuple(dict.fromkeys(_kind_of(linear.name) for linear in self.linears()))
 
     def head(self) -> Linear | None:
         """The output head as a Linear layer; None when it shares the embedding's weight."""

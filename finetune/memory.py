@@ -154,7 +154,10 @@ def account(method: Method, facts: Facts, batch: Batch, path: Path) -> Account:
     peak = ledger.peak(*PHASES)
     held = list(ledger.held(peak))
     estimated = not decoder.is_exact(facts, method)
-    static = static_lines(method, facts, path.weights, path.optimizer, path.device)
+    key = ("static", repr(method), path.weights, path.optimizer, path.device)
+    if key not in facts.memo:
+        facts.memo[key] = static_lines(method, facts, path.weights, path.optimizer, path.device)
+    static: list[Line] = facts.memo[key]
     alive_gradients = sum(block.size * block.count for block in held if block.bucket == "gradients")
     lines = [_placed(line, alive_gradients) for line in static]
     lines += _grouped(held, exact=not estimated)

@@ -70,14 +70,14 @@ def target_modules(method: Method, facts: Facts) -> tuple[str, ...]:
         return ()
     if not isinstance(method.targets, str):
         return _listed(method.targets, facts)
-    linears = facts.linears()
-    query_value = _present(_QUERY, linears) + _present(_VALUE, linears)
-    fused = _present(_FUSED_QKV, linears)
-    attention = (_present(_QUERY + _KEY + _VALUE, linears) + fused, _present(_OUTPUT, linears))
+    names = facts.linear_names
+    query_value = _present(_QUERY, names) + _present(_VALUE, names)
+    fused = _present(_FUSED_QKV, names)
+    attention = (_present(_QUERY + _KEY + _VALUE, names) + fused, _present(_OUTPUT, names))
     wanted = {
         "qv": (query_value or fused,),
         "attention": attention,
-        "attention+mlp": (*attention, _present(_MLP, linears)),
+        "attention+mlp": (*attention, _present(_MLP, names)),
     }[method.targets]
     if facts.has_experts and method.targets == "attention+mlp":
         raise InputError(
@@ -86,14 +86,14 @@ def target_modules(method: Method, facts: Facts) -> tuple[str, ...]:
         )
     if not all(wanted):
         raise InputError(
-            f"targets: {method.targets} does not suit {facts.model}, whose Linear layers are {_kinds(linears)}.",
+            f"targets: {method.targets} does not suit {facts.model}, which has {_kinds(facts.linears())}.",
             "List the ones to adapt by name under method.targets, or take a smaller strategy.",
         )
     return tuple(name for role in wanted for name in role)
 
 
-def _present(names: Iterable[str], linears: Sequence[Linear]) -> tuple[str, ...]:
-    return tuple(name for name in names if any(_matches(linear.name, name) for linear in linears))
+def _present(wanted: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(target for target in wanted if any(_matches(name, target) for name in names))
 
 
 def _matches(module: str, target: str) -> bool:
@@ -146,11 +146,12 @@ def adapter_shapes(method: Method, facts: Facts) -> list[AdapterShape]:
     if isinstance(method, Full):
         return []
     targets = target_modules(method, facts)
+    endings = tuple(f".{target}" for target in targets)
     linears = [*facts.linears(), *filter(None, [facts.head()])]
     return [
         AdapterShape(linear.name, method.rank, linear.in_features, linear.out_features)
         for linear in linears
-        if any(_matches(linear.name, target) for target in targets)
+        if linear.name.endswith(endings) or linear.name in targets
     ]
 
 
@@ -160,6 +161,13 @@ def trained_tensors(method: Method, facts: Facts) -> list[tuple[str, tuple[int, 
     LoRA trains A [rank, in] and B [out, rank] of each adapted layer (Hu et al. 2021, section 4.2); DoRA a magnitude
     per output besides (Liu et al. 2024, arXiv:2402.09353). Full trains every parameter, a tied head once.
     """
+    key = ("trained", repr(method))
+    if key not in facts.memo:
+        facts.memo[key] = _trained_tensors(method, facts)
+    return list(facts.memo[key])
+
+
+def _trained_tensors(method: Method, facts: Facts) -> list[tuple[str, tuple[int, ...]]]:
     if isinstance(method, Full):
         return [(tensor.name, tensor.shape) for tensor in facts.tensors]
     found: list[tuple[str, tuple[int, ...]]] = []

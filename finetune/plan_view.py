@@ -270,7 +270,7 @@ def _changes(fit: Fit) -> list[RenderableType]:
     told = Text(words.fit_in_words(fit), style="bold green" if after.fits else "bold red")
     write = Text.assemble("Write it: ", ("finetune plan RECIPE --fit FILE", "bold cyan"))
     return [
-        _heading("What would make it fit, the cheapest first", "alone, and together with those above it"),
+        _heading("What would make it fit, the cheapest first", "alone, and with those above"),
         *([table] if fit.changes else []),
         "",
         _Stack(dict(after.buckets()), full, after.room),
@@ -319,7 +319,7 @@ def _compared(rows: Sequence[Row], *, gap: int, cards: bool = False, bars: bool 
         held = [buckets[bucket] for bucket in words.STATIC]
         name = Text("" if row.method == before else row.method, style="bold")
         before = row.method
-        stack = [_Stack(dict(buckets), largest, largest)] if bars else []
+        stack = [_Stack(dict(buckets), largest, plan.total)] if bars else []
         table.add_row(
             name,
             Text(row.targets),
