@@ -279,9 +279,8 @@ class _Decoder:
         out = tape.new("embedding", shape, self.stored)
         if self.full:
             table = self._parameter("embedding", (facts.vocab_size, facts.hidden_size), self.stored, trained=True)
-            table.shared = (
-                facts.tied and self.path.loss != "tiled"
-            )  # TRL's head gives a gradient that can be added to
+            table.shared = facts.tied
+            table.first_is_view = self.path.loss != "tiled"  # a linear layer's; TRL's head makes its own
             self.table = table
             tokens = self.batch.tokens
 

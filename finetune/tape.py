@@ -53,13 +53,13 @@ class Tensor:
 class Parameter:
     """A weight. `trained` ones collect a gradient, `shared` ones from two places; `width` is of a stored value."""
 
-    __slots__ = ("first", "grad", "name", "shape", "shared", "trained", "value", "width")
+    __slots__ = ("first", "first_is_view", "grad", "name", "shape", "shared", "trained", "value", "width")
 
     def __init__(self, name: str, shape: Shape, width: int, *, trained: bool) -> None:
         self.name, self.shape, self.width, self.trained = name, shape, width, trained
         self.grad: Tensor | None = None
         self.value: Tensor | None = None
-        self.shared = False
+        self.shared = self.first_is_view = False
         self.first: Tensor | None = None
 
 
@@ -222,11 +222,11 @@ class Tape:
         if isinstance(source, Parameter):
             if not source.trained:
                 return
-            if source.shared:  # autograd waits for both; the first, a linear layer's, is a view and not added to
+            if source.shared:  # autograd waits for both and adds the second to the first, unless that is a view
                 if source.first is None:
                     source.first = given
                     return
-                given = self.new("gradient", given.shape, given.width)
+                given = self.new("gradient", given.shape, given.width) if source.first_is_view else source.first
                 source.first = None
             if source.grad is None and not (self.accumulates and source.value is None):
                 given.storage.block.bucket, given.storage.block.what = "gradients", source.name
@@ -254,36 +254,25 @@ class Tape:
         with self.silent():
             out = run(x)
         kept = Tensor(x.storage, x.shape, x.width)
-        needs_x = x.source is not None
-        if not (self.recording and (trains or needs_x)):
+        if not (self.recording and (trains or x.source is not None)):
             return out
         self._order += 1
+        origin = x.source
+        node = Node(self._order, [origin], _spent)
 
         def rule(grad: Tensor) -> list[Tensor | None]:
+            """Runs the layer again and lets the pass go on in what that recorded, down to the input's own node."""
             nonlocal kept
             before, self.bucket = self.bucket, "activations"
-            start = _Catch()
-            again = run(Tensor(kept.storage, kept.shape, kept.width, start if needs_x else None))
-            source = again.source
-            del again  # torch stops before it computes the layer's output again
+            again = run(Tensor(kept.storage, kept.shape, kept.width, origin))
+            node.inputs = [again.source]
+            del again, kept  # torch stops before it computes the layer's output again
             self.bucket = before
-            assert isinstance(source, Node)
-            source.grad = grad
-            del grad
-            self._run([(-source.order, source)])
-            return [start.grad]
+            return [grad]
 
-        out.source = Node(self._order, [x.source], rule)
+        node.rule = rule
+        out.source = node
         return out
-
-
-class _Catch(Node):
-    """Catches the gradient of a checkpointed layer's input."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(-1, [], _spent)
 
 
 def _spent(grad: Tensor) -> Sequence[Tensor | None]:
