@@ -14,7 +14,7 @@ from finetune.errors import InputError
 from finetune.facts import Facts
 from finetune.memory import static_lines
 from finetune.paths import Lengths
-from finetune.plan import CARDS, Plan, resolve
+from finetune.plan import CARDS, Plan, changed, planned, resolve
 from finetune.recipe import Full, LoRA, Method, QLoRA, Recipe
 
 TARGETS = ("qv", "attention", "attention+mlp")
@@ -22,7 +22,11 @@ TARGETS = ("qv", "attention", "attention+mlp")
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train. `adapter_file` in bytes (fp32); `cards` are the common cards, in GB, that it fits on."""
+    """One way to train. `adapter_file` in bytes (fp32).
+
+    `cards` are the common cards, in GB, that it fits on; `recomputing` those that it fits on when every layer is run
+    again in the backward pass.
+    """
 
     method: str
     targets: str
@@ -31,6 +35,7 @@ class Row:
     static: int
     adapter_file: int
     cards: tuple[int, ...]
+    recomputing: tuple[int, ...]
 
     def document(self) -> dict[str, Any]:
         """For `--json`."""
@@ -47,6 +52,7 @@ class Row:
             "micro_batch": self.plan.micro_batch,
             "checkpointing": self.plan.path.checkpointing,
             "fits": list(self.cards),
+            "fits_recomputing": list(self.recomputing),
         }
 
 
@@ -87,8 +93,10 @@ def _row(recipe: Recipe, facts: Facts, device: Device, method: Method, lengths: 
     if isinstance(method, Full) and not isinstance(recipe.method, Full):
         asked = asked.model_copy(update={"load": asked.load.model_copy(update={"dtype": "auto"})})
     answer, plan = resolve(asked, facts, device, lengths)
+    again = planned(changed(answer, "train.checkpointing", True), facts, device, lengths)
     static = static_lines(method, facts, answer.load.dtype, answer.train.optimizer, device.kind)
     full = isinstance(method, Full)
+    fitting = tuple(size for size in CARDS if _fits(plan, size))
     return Row(
         method.kind,
         "every weight" if isinstance(method, Full) else str(method.targets),
@@ -96,7 +104,8 @@ def _row(recipe: Recipe, facts: Facts, device: Device, method: Method, lengths: 
         plan,
         sum(line.bytes for line in static),
         0 if full else 4 * plan.trainable,
-        tuple(size for size in CARDS if _fits(plan, size)),
+        fitting,
+        tuple(size for size in CARDS if size not in fitting and _fits(again, size)),
     )
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from finetune import kernels
-from finetune.facts import Facts
+from finetune.facts import Facts, Linear
 from finetune.ledger import Block, Ledger
-from finetune.method import BLOCK, SCALE_BLOCK, adapter_shapes, trained_tensors
+from finetune.method import BLOCK, SCALE_BLOCK, AdapterShape, adapter_shapes, trained_tensors
 from finetune.optimizers import is_paged, state_sizes, step_temporaries
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path
@@ -44,10 +44,8 @@ class Weight(NamedTuple):
 
     weight: Parameter
     packed: bool
-    bias: Parameter | None
     a: Parameter | None
     b: Parameter | None
-    magnitude: Parameter | None
 
 
 @dataclass
@@ -88,7 +86,7 @@ class _Decoder:
     # ----------------------------------------------------------------------------------------------------- weights
 
     def _layers(self) -> list[dict[str, Weight]]:
-        """The Linear layers of decoder layers 0, 1 and the last, by short name."""
+        """The Linear layers of those decoder layers that are shown, by short name."""
         count, period = self.facts.layers, max(int(self.path.checkpointing), 1)
         tail = (count - 1) % period + 1
         self.skipped = max(count - 2 * period - tail, 0)  # a multiple of the period
@@ -96,31 +94,43 @@ class _Decoder:
         self.lump_starts = period
         self.shown = [n for n in range(count) if n <= self.lumped or n >= count - tail or not self.skipped]
         adapters = {shape.module: shape for shape in adapter_shapes(self.method, self.facts)}
-        biases = {tensor.module: tensor for tensor in self.facts.tensors if tensor.name.endswith(".bias")}
         layers: list[dict[str, Weight]] = [{} for _ in self.shown]
-        packs = isinstance(self.method, QLoRA)
         for linear in self.facts.linears():
             number = layer_of(linear.name + ".")
             if number is None or number not in self.shown:
                 continue
-            weight = self._parameter(
-                linear.name, (linear.out_features, linear.in_features), self.stored, trained=self.full
+            short = linear.name.rpartition(".")[2]
+            layers[self.shown.index(number)][short] = self._weight(linear, adapters.get(linear.name))
+        return [layer if _is_written_down(layer) else self._likely(layer) for layer in layers]
+
+    def _weight(self, linear: Linear, adapter: AdapterShape | None) -> Weight:
+        weight = self._parameter(
+            linear.name, (linear.out_features, linear.in_features), self.stored, trained=self.full
+        )
+        a = b = None
+        if adapter is not None:
+            a = self._parameter("adapter", (adapter.rank, linear.in_features), 4, trained=True)
+            b = self._parameter("adapter", (linear.out_features, adapter.rank), 4, trained=True)
+        return Weight(weight, isinstance(self.method, QLoRA), a, b)
+
+    def _likely(self, layer: dict[str, Weight]) -> dict[str, Weight]:
+        """A layer of another make, planned as Llama's with the model's own widths; its adapters where they may be."""
+        facts = self.facts
+        hidden, inner = facts.hidden_size, facts.intermediate_size
+        query, key = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+        shapes = {
+            "q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query),
+            "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+        }  # fmt: skip
+        rank = 0 if isinstance(self.method, Full) else self.method.rank
+        adapted = sum(weight.a is not None for weight in layer.values())
+        first = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "k_proj", "gate_proj")[:adapted]
+        return {
+            name: self._weight(
+                Linear(name, *shape), AdapterShape(name, rank, shape[1], shape[0]) if name in first else None
             )
-            bias = biases.get(linear.name)
-            shape = adapters.get(linear.name)
-            a = b = magnitude = None
-            if shape is not None:
-                a = self._parameter("adapter", (shape.rank, shape.in_features), 4, trained=True)
-                b = self._parameter("adapter", (shape.out_features, shape.rank), 4, trained=True)
-                if getattr(self.method, "variant", "") == "dora":
-                    magnitude = self._parameter("adapter", (shape.out_features,), 4, trained=True)
-            held = (
-                self._parameter(bias.name, bias.shape, self.stored, trained=self.full) if bias is not None else None
-            )
-            layers[self.shown.index(number)][linear.name.rpartition(".")[2]] = Weight(
-                weight, packs, held, a, b, magnitude
-            )
-        return layers
+            for name, shape in shapes.items()
+        }
 
     def _enter_weights(self) -> int:
         """Enter everything that lies there before the step. Returns bytes of paged optimizer state."""
@@ -776,6 +786,13 @@ def constant_sizes(size: int, *, double: bool) -> list[int]:
     if not double:
         return [4 * scales, 4 * 16]
     return [scales, 4 * 16, 4, 4 * -(-scales // SCALE_BLOCK), 4 * 256]
+
+
+def _is_written_down(layer: dict[str, Weight]) -> bool:
+    """Whether the layer has the parts that `_layer` follows."""
+    attention = {"q_proj", "k_proj", "v_proj"} <= layer.keys() or "qkv_proj" in layer
+    mlp = {"gate_proj", "up_proj"} <= layer.keys() or "gate_up_proj" in layer
+    return attention and mlp and {"o_proj", "down_proj"} <= layer.keys()
 
 
 def is_exact(facts: Facts, method: Method) -> bool:

@@ -127,6 +127,15 @@ class Facts:
         """Found once: a plan asks for them many times."""
         return [(self._linear(tensor), in_tower(tensor.name)) for tensor in self.tensors if tensor.is_linear]
 
+    def linear_kinds(self) -> list[LinearKind]:
+        """The Linear layers by name and shape in the model's order, those of towers and the output head included.
+
+        A decoder layer's part keeps the name it has inside the layer: `model.layers.0.mlp.up_proj` -> `mlp.up_proj`.
+        """
+        linears = [*self.linears(towers=True), *filter(None, [self.head()])]
+        counts = Counter((_kind_of(name), rows, columns) for name, rows, columns in linears)
+        return [LinearKind(*kind, copies) for kind, copies in counts.items()]
+
     @cached_property
     def linear_names(self) -> tuple[str, ...]:
         """The decoder's Linear layers as they are called inside their layer, each once: `self_attn.q_proj`."""
@@ -363,6 +372,8 @@ _BUNDLED = {
     EMBEDDED: ("smollm2-135m", "F32"),
     "google/gemma-2-2b": ("gemma-2-2b", "F32"),
     "google/gemma-2-2b-it": ("gemma-2-2b", "BF16"),
+    "gpt3-175b": ("gpt3-175b", "F16"),  # to plan only: its weights are not public
+    "meta-llama/Llama-2-13b-hf": ("llama-2-13b", "F16"),
     "meta-llama/Llama-2-7b-hf": ("llama-2-7b", "F16"),
     "meta-llama/Llama-2-7b-chat-hf": ("llama-2-7b", "F16"),
 }
@@ -404,7 +415,8 @@ def bundled_models() -> Iterator[str]:
 def _from_bundle(model: str) -> Facts:
     file, dtype = _BUNDLED[model]
     content = json.loads((Path(__file__).parent / "bundled" / "facts" / f"{file}.json").read_text(encoding="utf-8"))
-    layers = range(content["config"]["num_hidden_layers"])
+    config = content["config"]
+    layers = range(config.get("num_hidden_layers") or config["n_layer"])
     shapes = dict(content["outside"])
     shapes |= {name.format(layer): shape for layer in layers for name, shape in content["layer"].items()}
     return facts_of(model, content["config"], shapes, dtype)

@@ -28,7 +28,7 @@ _HALF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Change:
-    """A field of the recipe set to another value, what it costs, and the total it gives: alone, with all before it."""
+    """A field set to another value, what it costs, and the total it gives: alone, and with all before it."""
 
     field: str
     value: Any

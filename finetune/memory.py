@@ -29,7 +29,7 @@ BUCKETS: tuple[Bucket, ...] = (
 
 PHASES = ("forward", "backward", "optimizer")
 CONTEXT = 500_000_000
-"""CUDA's context and the libraries' code on the card, outside torch's allocator: 0.15 to 0.6 GB on the cards we know."""
+"""CUDA's context and the libraries' code on the card, outside torch's allocator: 0.15 to 0.6 GB where it was seen."""
 
 
 @dataclass(frozen=True)

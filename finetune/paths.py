@@ -117,7 +117,7 @@ def _attention(recipe: Recipe, device: Device) -> Attention:
         return "eager"
     if device.kind == "cpu":
         return "cpu"
-    # torch's flash kernel needs 16-bit inputs and a card from 2020 on; Turing and older take the memory-efficient one.
+    # torch's flash kernel needs 16-bit inputs and a card from 2020 on; older ones take the memory-efficient kernel.
     modern = device.capability is None or device.capability >= (8, 0)
     return "flash" if modern and recipe.train.precision != "fp32" else "efficient"
 

@@ -219,8 +219,12 @@ def _outside(held: Account, device: Device) -> Iterator[Line]:
         copies = sum(line.bytes for line in held.lines if line.bucket == "gradients")
         yield Line("outside", "buckets of DistributedDataParallel", copies, "a copy of the gradients")
     yield Line("outside", "CUDA context", CONTEXT, "as it is in practice", exact=False)
-    moving = held.peak - held.phases["load"]
-    yield Line(
+    yield spare_line(held.peak - held.phases["load"])
+
+
+def spare_line(moving: int) -> Line:
+    """Free pieces between the allocator's blocks, as a share of the bytes that come and go."""
+    return Line(
         "outside", "spare pieces of the allocator", int(_SPARE * moving), f"{_SPARE:.0%} of what comes and goes",
         exact=False,
     )  # fmt: skip

@@ -235,6 +235,8 @@ def compare_note(rows: Sequence[Row]) -> str:
         f"Each planned with {_pass(first)} a pass and {again}. File: the adapter's, in fp32. Rest: activations, "
         "loss, temporary and outside. Cards of so many GB (1e9 bytes); many hold a little more."
     )
+    if any(row.recomputing for row in rows):
+        note += " ↻ fits when every layer is run again in the backward pass, for about 30 % more time."
     paged = any(line.paged for row in rows for line in row.plan.lines)
     return note + " Paged optimizer state lies in unified memory and is not in the totals." * paged
 
@@ -607,7 +609,12 @@ def _compare_row(row: Row, largest: int) -> str:
     ]
     numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
     cards = "".join(
-        '<td class="c good">✓</td>' if card in row.cards else '<td class="c bad">✗</td>' for card in CARDS
+        '<td class="c good">✓</td>'
+        if card in row.cards
+        else '<td class="c">↻</td>'
+        if card in row.recomputing
+        else '<td class="c bad">✗</td>'
+        for card in CARDS
     )
     return (
         f'<tr class="over"><td class="w">{row.method}</td><td class="w">{escape(row.targets)}</td>{numbers}'

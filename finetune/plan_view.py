@@ -336,7 +336,7 @@ def _compared(rows: Sequence[Row], *, gap: int, cards: bool = False, bars: bool 
 
 
 def _ticks(row: Row) -> list[Text]:
-    return [_tick(card in row.cards) for card in CARDS]
+    return [Text("↻", style="yellow") if card in row.recomputing else _tick(card in row.cards) for card in CARDS]
 
 
 def _tick(fits: bool) -> Text:
@@ -344,6 +344,8 @@ def _tick(fits: bool) -> Text:
 
 
 def _smallest(row: Row) -> Text:
+    if row.recomputing and (not row.cards or min(row.recomputing) < min(row.cards)):
+        return Text(f"{min(row.recomputing)} GB↻", style="yellow")
     return Text(f"{min(row.cards)} GB", style="green") if row.cards else Text("none", style="red")
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 from finetune.errors import InputError
 from finetune.facts import Facts
 from finetune.memory import Line
-from finetune.plan import Plan
+from finetune.plan import Plan, spare_line
 from finetune.tensors import layer_of
 
 Strategy = Literal["ddp", "fsdp2", "zero2", "zero3"]
@@ -41,12 +41,18 @@ def per_gpu(plan: Plan, facts: Facts, strategy: str, gpus: int) -> list[Line]:
         raise InputError(f"There is no sharding '{strategy}'.", f"Take one of {', '.join(STRATEGIES)}.")
     if gpus < 1:
         raise InputError(f"{gpus} GPUs cannot train.", "Give at least 1.")
-    return list(_lines(plan, facts, strategy, gpus))
+    return _with_spare(list(_lines(plan, facts, strategy, gpus)))
+
+
+def _with_spare(lines: list[Line]) -> list[Line]:
+    """The lines and the allocator's spare pieces, by the plan's own rule for what comes and goes."""
+    moving = sum(line.alive for line in lines if line.bucket not in ("weights", "outside"))
+    return [*lines, spare_line(moving)]
 
 
 def _lines(plan: Plan, facts: Facts, strategy: str, gpus: int) -> Iterator[Line]:
     for line in plan.lines:
-        if line.name.startswith("buckets of Distributed"):
+        if line.name.startswith(("buckets of Distributed", "spare pieces")):
             continue  # said again below
         if line.bucket in _SHARED[strategy] and gpus > 1:
             yield replace(

@@ -340,11 +340,11 @@ class Watch(TorchDispatchMode):
                 self.ledger.take(Block("workspace", f"cuBLAS, {thread} thread", kernels.cublas_workspace(self.path)))
 
     def _in_place(self, function: Any, args: Any) -> Any:
-        """Autograd adds a second gradient to the first in place when nobody else holds the first and it is no view; a
-        dispatch mode keeps it from that (torch/csrc/autograd/input_buffer.cpp): a trace sees one tensor too many.
+        """Autograd adds a second gradient to the first in place when nobody else holds the first and it is no view.
+        A dispatch mode keeps it from that (torch/csrc/autograd/input_buffer.cpp): a trace sees one tensor too many.
 
-        The first one's count is then 4: the engine's buffer, this call's arguments, and the two that torch holds while
-        it calls Python.
+        The first one's count is then 4: the engine's buffer, this call's arguments, and two of torch's own while it
+        calls Python.
         """
         import torch
 

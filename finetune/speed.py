@@ -1,7 +1,7 @@
 """How long a step takes at the least: floating-point operations counted honestly, against what the card can do.
 
-Per token, with N weights in matrix products, P adapter weights, hidden H, vocabulary V, layers L, query width Q, length
-T and the supervised share s:
+Per token, with N weights in matrix products, P adapter weights, hidden H, vocabulary V, layers L, query width Q,
+length T and the supervised share s:
 
     forward             2 N + attention             attention = 2 * 2 * Q * T / 2 a layer (causal: half the square)
     backward, inputs    2 N + 2.5 * attention       the kernels compute the scores once more

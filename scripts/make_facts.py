@@ -45,6 +45,30 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     # Llama 2 report, section 2: https://arxiv.org/abs/2307.09288
+    "llama-2-13b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    # GPT-3 paper, table 2.1: https://arxiv.org/abs/2005.14165. No weights are public; its layers are GPT-2's.
+    "gpt3-175b": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 12288,
+        "n_layer": 96,
+        "n_head": 96,
+        "n_positions": 2048,
+        "vocab_size": 50257,
+        "tie_word_embeddings": True,
+    },
     "llama-2-7b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -70,7 +94,7 @@ def fact_file(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     shapes = {key: list(parameter.shape) for key, parameter in model.named_parameters()}
-    pattern = re.compile(r"(\.layers\.)\d+(\.)")
+    pattern = re.compile(r"(\.(?:layers|h)\.)\d+(\.)")
     layer = {pattern.sub(r"\1{}\2", key): shape for key, shape in shapes.items() if pattern.search(key)}
     outside = {key: shape for key, shape in shapes.items() if not pattern.search(key)}
     # One block stands for all layers: hold that no layer differs and none is missing.

@@ -1,14 +1,13 @@
-"""Write the README's pictures, which are the toolkit's own output drawn as SVG.
+"""Write the pictures of the README: the plan as it is drawn, and a terminal in which an evaluation was shown.
 
 python scripts/make_pictures.py            docs/images/plan.svg
 python scripts/make_pictures.py RUN        also docs/images/before-after.svg, from an evaluated run folder
-python scripts/make_pictures.py --check    fail when plan.svg is not what `finetune plan` shows today
+python scripts/make_pictures.py --check    fail when plan.svg is not what `finetune plan` draws today
 """
 
 from __future__ import annotations
 
 import argparse
-import html
 import io
 import re
 import sys
@@ -19,10 +18,11 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from finetune.plan import plan
-from finetune.report import evaluation_view, plan_view
+from finetune.plan_page import plan_svg
+from finetune.report import evaluation_view
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-RECIPE, CARD = "gemma2b-qlora", "24GB"
+RECIPE, CARD = "gemma2b-qlora", "rtx4090"
 _WIDEST = 110  # characters; more would be too small to read in a page's column
 
 # Brings its own background, so it reads the same on a light and on a dark page.
@@ -102,16 +102,9 @@ def _cropped(svg: str) -> str:
     )
 
 
-def words(svg: str) -> list[str]:
-    """The texts of a picture, in order."""
-    return [
-        html.unescape(text).replace("\xa0", " ").strip() for text in re.findall(r"<text [^>]*>([^<]*)</text>", svg)
-    ]
-
-
 def plan_picture() -> str:
-    """What `finetune plan` shows for one recipe and card."""
-    return picture(f"finetune plan {RECIPE} --device {CARD}", plan_view(plan(RECIPE, CARD)), "plan")
+    """The plan of one recipe and card, drawn as `finetune plan --svg` draws it."""
+    return plan_svg(plan(RECIPE, CARD))
 
 
 def before_after_picture(run: Path) -> str:
@@ -128,8 +121,8 @@ def main() -> None:
     options = parser.parse_args()
     file = IMAGES / "plan.svg"
     if options.check:
-        if not file.is_file() or words(file.read_text(encoding="utf-8")) != words(plan_picture()):
-            sys.exit("docs/images/plan.svg is not what `finetune plan` shows. Run scripts/make_pictures.py.")
+        if not file.is_file() or file.read_text(encoding="utf-8") != plan_picture():
+            sys.exit("docs/images/plan.svg is not what `finetune plan --svg` draws. Run scripts/make_pictures.py.")
         return
     made = {"plan.svg": plan_picture()}
     if options.run is not None:

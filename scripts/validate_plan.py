@@ -1,12 +1,15 @@
 """Hold the plan against GPU memory that others measured.
 
-    python scripts/validate_plan.py ROWS.csv [--markdown FILE] [--processes N] [--only closed|simulated]
+    python scripts/validate_plan.py ROWS.csv [--processes N] [--markdown FILE] [--json FILE]
 
 Each row of the file is one measured training step: model numbers, method, lengths, and the allocator's peaks of the
-forward pass, the backward pass and the optimizer step, in MiB. Its protocol is simulated as it was run: 16-bit weights
+forward pass, the backward pass and the optimizer step, in MiB. Its protocol is followed as it was run: 16-bit weights
 without autocast, LoRA on named layers, gradient checkpointing, transformers' own loss over all logits (which stay
 alive), eager or memory-efficient attention, and for 4-bit rows bitsandbytes' NF4 without double quantisation after
 peft's `prepare_model_for_kbit_training`. No number here or in the package was fitted to such rows.
+
+"Simulated" is the step traced on meta tensors with the caching allocator replayed, "closed" the torch-free step that
+`finetune plan` uses, by its live bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path)
     parser.add_argument("--processes", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--json", type=Path, help="write every row's numbers here")
     options = parser.parse_args()
     with options.rows.open(newline="", encoding="utf-8") as file:
@@ -147,24 +152,57 @@ def main() -> None:
     jobs = {key(row): row for row in rows}
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         made = dict(pool.imap_unordered(_one, jobs.items()))
-    found = [(row, errors(row, made[key(row)])) for row in rows]
-    report(found, made)
+    text = "\n".join(tables(rows, made))
+    print(text)
+    seconds = [found["seconds"] for found in made.values()]
+    print(
+        f"{sum(seconds):.0f} s of CPU for {len(made)} simulations, {max(seconds):.1f} s the longest", file=sys.stderr
+    )
+    if options.markdown:
+        options.markdown.write_text(page(text, options.rows.name), encoding="utf-8")
     if options.json:
-        options.json.write_text(json.dumps(made, indent=1))
+        options.json.write_text(json.dumps(made, indent=1), encoding="utf-8")
 
 
-def report(found: Sequence[tuple[dict[str, str], dict[str, float]]], made: dict[str, dict[str, Any]]) -> None:
-    """One line a row and the means."""
-    heads = ("forward", "backward", "optimizer", "peak", "reserved")
-    print(f"{'model':34}{'base':6}{'attention':10}{'rows x length':>14}" + "".join(f"{h:>11}" for h in heads))
-    for row, values in found:
-        shape = f"{row['batch_size']} x {row['seq_len']}"
-        cells = "".join(f"{values[head]:+10.2f}%" for head in heads)
-        print(f"{row['model_id'][-33:]:34}{row['quantization']:6}{row['attn_impl']:10}{shape:>14}{cells}")
-    for head in heads:
-        mean, worst = summary([values for _, values in found], head)
-        print(f"{head:10} mean {mean:.2f} %  worst {worst:.2f} %")
-    print(f"{len(found)} rows, {sum(m['seconds'] for m in made.values()):.0f} s of CPU", file=sys.stderr)
+HEADS = (*PHASES, "peak", "reserved")
+
+
+def tables(rows: Sequence[dict[str, str]], made: dict[str, dict[str, Any]]) -> list[str]:
+    """Means and worst cases of both ways, then every row."""
+    found = {which: [errors(row, made[key(row)], which) for row in rows] for which in ("simulated", "closed")}
+    lines = [f"| {len(rows)} measured steps | " + " | ".join(HEADS) + " |", "| --- |" + " ---: |" * len(HEADS)]
+    for which, values in found.items():
+        heads = HEADS if which == "simulated" else HEADS[:-1]
+        for name, number in (("mean", 0), ("worst", 1)):
+            cells = [f"{summary(values, head)[number]:.2f} %" for head in heads]
+            cells += ["-"] * (len(HEADS) - len(cells))
+            lines.append(f"| {which}, {name} error | " + " | ".join(cells) + " |")
+    lines += ["", "| model | base | attention | rows x length | measured MiB | simulated | closed | reserved |"]
+    lines.append("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for row, simulated, closed in zip(rows, found["simulated"], found["closed"], strict=True):
+        base = "16 bit" if row["quantization"] == "none" else row["quantization"]
+        cells = [
+            row["model_id"].rpartition("/")[2], base, row["attn_impl"], f"{row['batch_size']} x {row['seq_len']}",
+            f"{float(row['peak_allocated_mib']):,.1f}", f"{simulated['peak']:+.2f} %", f"{closed['peak']:+.2f} %",
+            f"{simulated['reserved']:+.1f} %",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def page(text: str, rows: str) -> str:
+    """The tables with what they are and with which versions they were made."""
+    libraries = ("torch", "transformers", "peft", "bitsandbytes")
+    versions = ", ".join(f"{name} {version(name)}" for name in libraries)
+    return (
+        "# The plan against peaks measured on a GPU by others\n\n"
+        "Runs of the public project fitcheck (github: Anassbzdd/fitcheck, MIT, 2026) on one Tesla T4: the peaks of "
+        "`torch.cuda.max_memory_allocated` in one LoRA or QLoRA training step. Nothing in the plan was fitted to them. "
+        "`simulated` traces the step on meta tensors and replays CUDA's caching allocator; `closed` is the torch-free "
+        "step of `finetune plan`, its live bytes. Reserved memory differs between equal runs (one 7B by 1.4 GB), so it "
+        "is given with its spread only.\n\n"
+        f"Made by `python scripts/validate_plan.py {rows} --markdown FILE` with {versions}.\n\n{text}\n"
+    )
 
 
 if __name__ == "__main__":

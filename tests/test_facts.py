@@ -161,7 +161,7 @@ def test_facts_and_method_are_cold_and_the_bundled_files_small():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert all(path.stat().st_size < 5000 for path in (ROOT / "finetune" / "bundled" / "facts").glob("*.json"))
-    assert [read_facts(name).source for name in bundled_models()] == ["bundled"] * 5
+    assert [read_facts(name).source for name in bundled_models()] == ["bundled"] * 7
 
 
 # --------------------------------------------------------------------------------------------------- finetune facts

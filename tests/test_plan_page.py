@@ -327,7 +327,8 @@ def test_the_page_compares() -> None:
     rows = compared("llama7b-lora", "24GB")
     page = Page(plan_html(planned("llama7b-lora", "24GB"), rows=rows))
     for row in rows:
-        assert f"{gb(row.plan.total).removesuffix(' GB')} {'✗ ' * (len(CARDS) - len(row.cards))}".strip() in page.text
+        marks = ["✓" if card in row.cards else "↻" if card in row.recomputing else "✗" for card in CARDS]
+        assert f"{gb(row.plan.total).removesuffix(' GB')} {' '.join(marks)}" in page.text
     assert page.text.count("✓") == sum(len(row.cards) for row in rows)
     assert page.text.count("✓") + page.text.count("✗") == len(rows) * len(CARDS)
     assert "recomputed" in page.text
