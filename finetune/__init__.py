@@ -24,6 +24,7 @@ The modules in reading order, which is also the only legal direction of imports:
     memory        bytes, line by line
     paths         recipe + device -> the path that the trainer takes
     speed         floating-point operations and tokens per second
+    footprint     memory of the host, and disk
     plan          recipe + facts + device -> a resolved recipe that fits
     fit           what would make it fit, cheapest first
     compare       one model in all ways of training it

@@ -12,6 +12,7 @@ from typing import Any
 from finetune.device import Device, named_device
 from finetune.errors import DoesNotFit, InputError
 from finetune.facts import Facts, read_facts
+from finetune.footprint import LIBRARIES, disk_lines, host_lines
 from finetune.memory import BUCKETS, CONTEXT, Account, Line, account
 from finetune.method import target_modules, trainable_parameters
 from finetune.paths import Lengths, batch_of, in_words, path_of
@@ -23,7 +24,6 @@ _NO_SDPA = ("gemma2",)  # softcapped scores: transformers offers no sdpa for the
 _ROWS_CPU, _ROWS_CUDA = 8, 32  # more rows per pass gain no speed
 _ENOUGH = 2048  # tokens per pass from which a GPU is busy
 _SPARE = 0.05  # of what comes and goes: free pieces between the allocator's blocks
-_LIBRARIES = 900_000_000  # torch, transformers and their libraries in a process
 _CPU_ROOM = 0.9  # of a machine's memory; the rest is the system's
 CARDS = (8, 12, 16, 24, 40, 48, 80, 141)
 """Common cards in GB."""
@@ -54,6 +54,8 @@ class Plan:
     outside: tuple[Line, ...]
     choices: tuple[Choice, ...]
     speed: Speed | None
+    host: tuple[Line, ...] = ()
+    disk: tuple[Line, ...] = ()
     lengths: Lengths | None = None
 
     @property
@@ -101,6 +103,8 @@ class Plan:
             "phases": self.account.phases,
             "lines": [{**asdict(line), "at_peak": line.alive} for line in self.lines],
             "choices": [asdict(choice) for choice in self.choices],
+            "host": [asdict(line) for line in self.host],
+            "disk": [asdict(line) for line in self.disk],
             "speed": None if self.speed is None else _speed_document(self.speed),
             "lengths": None if self.lengths is None else _lengths_document(self.lengths),
         }
@@ -206,6 +210,8 @@ def planned(
         tuple(_outside(held, device)),
         choices,
         speed_of(recipe.method, facts, path, device, length, share),
+        tuple(host_lines(recipe, facts, device, held, lengths)),
+        tuple(disk_lines(recipe, facts, held)),
         lengths,
     )
 
@@ -213,7 +219,7 @@ def planned(
 def _outside(held: Account, device: Device) -> Iterator[Line]:
     """What the device holds beside torch's tensors."""
     if device.kind == "cpu":
-        yield Line("outside", "Python and libraries", _LIBRARIES, "as it is in practice", exact=False)
+        yield Line("outside", "Python and libraries", LIBRARIES["cpu"], "as it is in practice", exact=False)
         return
     if device.count > 1:
         copies = sum(line.bytes for line in held.lines if line.bucket == "gradients")

@@ -185,6 +185,21 @@ def speed_in_words(plan: Plan) -> str:
     )
 
 
+def host_in_words(plan: Plan) -> str:
+    """Memory of the host beside the device, at its most in each phase."""
+    return "~" + _sizes(plan.host) + "."
+
+
+def disk_in_words(plan: Plan) -> str:
+    """What a run writes, and the download before it."""
+    total = sum(line.bytes for line in plan.disk)
+    return f"{short(total)} in all: {_sizes(plan.disk)}."
+
+
+def _sizes(lines: Sequence[Line]) -> str:
+    return ", ".join(f"{short(line.bytes)} {line.name}" for line in lines)
+
+
 def _whole_percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 

@@ -235,7 +235,11 @@ def _choices(plan: Plan) -> list[RenderableType]:
 
 def _planned(plan: Plan) -> list[RenderableType]:
     table = _grid("left", "wraps")
-    for name, said in (("pass", words.modelled), ("rows", words.rows_in_words), ("speed", words.speed_in_words)):
+    told = (
+        ("pass", words.modelled), ("rows", words.rows_in_words), ("speed", words.speed_in_words),
+        ("host", words.host_in_words), ("disk", words.disk_in_words),
+    )  # fmt: skip
+    for name, said in told:
         table.add_row(Text(name, style="cyan"), Text(said(plan).replace("`", "")))
     return [table] if plan.lengths is None else [table, "", _histogram(plan.lengths.histogram())]
 
