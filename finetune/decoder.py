@@ -21,7 +21,7 @@ from typing import NamedTuple
 from finetune import kernels
 from finetune.facts import Facts, Linear
 from finetune.ledger import Block, Ledger
-from finetune.method import BLOCK, SCALE_BLOCK, AdapterShape, adapter_shapes, trained_tensors
+from finetune.method import BLOCK, SCALE_BLOCK, AdapterShape, adapter_shapes, saved_tensors, trained_tensors
 from finetune.optimizers import is_paged, state_sizes, step_temporaries
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path
@@ -76,6 +76,7 @@ class _Decoder:
         self.full = isinstance(method, Full)
         self.double = isinstance(method, QLoRA) and method.double_quant
         self.trained = trained_tensors(method, facts)
+        self.saved = [] if isinstance(method, Full) else [tensor.shape for tensor in saved_tensors(method, facts)]
         self.rows, self.length = batch.rows, batch.length
         self.low_copies: dict[int, Tensor] = {}
         self.mask: list[Tensor] = []
@@ -207,6 +208,8 @@ class _Decoder:
         self.ledger.begin("forward")
         loss, output = self._forward()
         self.ledger.begin("backward")
+        for shape in self.saved:  # whole modules beside the adapters: when their gradients come is not followed
+            self.lump_gradients.append(self.ledger.take(Block("gradients", "gradients", 4 * _size(shape))))
         tape.where = "backward of the loss"
         tape.backward(loss)
         self.mask = []
@@ -797,7 +800,9 @@ def _is_written_down(layer: dict[str, Weight]) -> bool:
 
 def is_exact(facts: Facts, method: Method) -> bool:
     """Whether the model's layers, and what the method adds to them, are written down here as they run."""
-    plain = isinstance(method, Full) or (method.variant != "dora" and not method.dropout)
+    plain = isinstance(method, Full) or (
+        method.variant != "dora" and not method.dropout and not method.modules_to_save
+    )
     return facts.model_type in KNOWN and plain and not facts.has_towers and not facts.has_experts
 
 

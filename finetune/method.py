@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from finetune.errors import InputError
 from finetune.facts import Facts, Linear
 from finetune.recipe import Full, LoRA, Method, QLoRA
-from finetune.tensors import TOWER, dtype_bytes
+from finetune.tensors import TOWER, Tensor, dtype_bytes, group_of
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,8 @@ def trained_tensors(method: Method, facts: Facts) -> list[tuple[str, tuple[int, 
     """Name and shape of every trained tensor, in the model's order.
 
     LoRA trains A [rank, in] and B [out, rank] of each adapted layer (Hu et al. 2021, section 4.2); DoRA a magnitude
-    per output besides (Liu et al. 2024, arXiv:2402.09353). Full trains every parameter, a tied head once.
+    per output besides (Liu et al. 2024, arXiv:2402.09353). Full trains every parameter, a tied head once. The
+    weights of `modules_to_save` come last.
     """
     key = ("trained", repr(method))
     if key not in facts.memo:
@@ -176,7 +177,41 @@ def _trained_tensors(method: Method, facts: Facts) -> list[tuple[str, tuple[int,
         found.append((f"{shape.module}.lora_B.weight", (shape.out_features, shape.rank)))
         if method.variant == "dora":
             found.append((f"{shape.module}.lora_magnitude_vector.weight", (shape.out_features,)))
+    return [*found, *((tensor.name, tensor.shape) for tensor in saved_tensors(method, facts))]
+
+
+def saved_tensors(method: LoRA | QLoRA, facts: Facts) -> list[Tensor]:
+    """The weights of `modules_to_save`, of which peft trains a copy in fp32 beside the frozen original.
+
+    Raises `InputError` for a name that the model does not have, and for a half of tied embedding and head.
+    """
+    found: list[Tensor] = []
+    for name in method.modules_to_save:
+        hits = [tensor for tensor in facts.tensors if _matches(tensor.module, name)]
+        tied = facts.tied and (name.rpartition(".")[2] == "lm_head" or any(_embeds(tensor) for tensor in hits))
+        if tied:
+            raise InputError(
+                f"{name} of {facts.model} is its input embedding and its output head in one, and a trained copy of it "
+                "would be only one of the two.",
+                "Take it out of method.modules_to_save, or train with method.kind: full.",
+            )
+        if not hits:
+            near = difflib.get_close_matches(name, _module_names(facts), n=1, cutoff=0.6)
+            raise InputError(
+                f"method.modules_to_save names '{name}', and {facts.model} has no module of that name.",
+                f"Did you mean '{near[0]}'?" if near else "Name a module such as lm_head or embed_tokens.",
+            )
+        found += hits
     return found
+
+
+def _embeds(tensor: Tensor) -> bool:
+    return group_of(tensor.name) == "embedding"
+
+
+def _module_names(facts: Facts) -> list[str]:
+    """The last name of every module that holds weights, each once."""
+    return list(dict.fromkeys(tensor.module.rpartition(".")[2] for tensor in facts.tensors))
 
 
 def trainable_parameters(method: Method, facts: Facts) -> int:
@@ -268,6 +303,7 @@ def lora_config(method: LoRA | QLoRA, facts: Facts) -> LoraConfig:
         lora_alpha=int(method.alpha) if float(method.alpha).is_integer() else method.alpha,  # type: ignore[arg-type]
         lora_dropout=method.dropout,
         target_modules=list(target_modules(method, facts)),
+        modules_to_save=list(method.modules_to_save) or None,
         # A decoder's layer names also occur in vision towers, which text does not train.
         exclude_modules=TOWER if facts.has_towers else None,
         fan_in_fan_out=facts.conv1d,

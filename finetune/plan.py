@@ -14,7 +14,7 @@ from finetune.errors import DoesNotFit, InputError
 from finetune.facts import Facts, read_facts
 from finetune.footprint import LIBRARIES, disk_lines, host_lines
 from finetune.memory import BUCKETS, CONTEXT, Account, Line, account
-from finetune.method import target_modules, trainable_parameters
+from finetune.method import saved_tensors, target_modules, trainable_parameters
 from finetune.paths import Lengths, batch_of, in_words, path_of
 from finetune.recipe import Full, QLoRA, Recipe, load_recipe
 from finetune.speed import Speed, speed_of
@@ -164,7 +164,8 @@ def resolve(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | Non
     Raises `InputError` for targets the model does not have and batch sizes that do not divide.
     """
     if not isinstance(recipe.method, Full):
-        target_modules(recipe.method, facts)  # refuses by name what is not there
+        target_modules(recipe.method, facts)  # both refuse by name what is not there
+        saved_tensors(recipe.method, facts)
     choices: list[Choice] = []
 
     def settle(part: str, field: str, value: Any, because: str) -> None:

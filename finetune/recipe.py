@@ -57,6 +57,9 @@ class LoRA(_Part):
         description="Linear layers that get an adapter: qv, attention, attention+mlp, or a list of module names.",
     )
     variant: Literal["lora", "rslora", "dora"] = Field("lora", description="Which LoRA: lora, rslora or dora.")
+    modules_to_save: list[str] = Field(
+        [], description="Modules trained whole beside the adapters, such as lm_head; peft keeps a copy of each."
+    )
 
 
 class QLoRA(_Part):
@@ -71,6 +74,9 @@ class QLoRA(_Part):
         description="Linear layers that get an adapter: qv, attention, attention+mlp, or a list of module names.",
     )
     variant: Literal["lora", "rslora", "dora"] = Field("lora", description="Which LoRA: lora, rslora or dora.")
+    modules_to_save: list[str] = Field(
+        [], description="Modules trained whole beside the adapters, such as lm_head; peft keeps a copy of each."
+    )
     quant: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type of the frozen weights: nf4 or fp4.")
     double_quant: bool = Field(True, description="Quantise the scales too; saves 0.373 bit per weight.")
     compute_dtype: Dtype = Field("auto", description="Type that 4-bit weights are unpacked to for each product.")

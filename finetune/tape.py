@@ -262,17 +262,20 @@ class Tape:
 
         def rule(grad: Tensor) -> list[Tensor | None]:
             """Runs the layer again and lets the pass go on in what that recorded, down to the input's own node."""
-            nonlocal kept
             before, self.bucket = self.bucket, "activations"
-            again = run(Tensor(kept.storage, kept.shape, kept.width, origin))
+            again = run(self.record(kept, [origin], _handed_on))
             node.inputs = [again.source]
-            del again, kept  # torch stops before it computes the layer's output again
+            del again  # torch stops before it computes the layer's output again
             self.bucket = before
             return [grad]
 
         node.rule = rule
         out.source = node
         return out
+
+
+def _handed_on(grad: Tensor) -> Sequence[Tensor | None]:
+    return [grad]
 
 
 def _spent(grad: Tensor) -> Sequence[Tensor | None]:

@@ -33,12 +33,13 @@ def verify(
 
     `load` gives the model, ready to train. One process only.
     """
-    for field, value in (("steps", STEPS), ("save_every", 10**9), ("eval_every", None), ("report_to", [])):
+    for field, value in (("steps", STEPS), ("eval_every", None), ("report_to", [])):
         recipe = changed(recipe, f"train.{field}", value)
     with tempfile.TemporaryDirectory(prefix="finetune-verify-") as folder:
         run = Run(Path(folder))
         data = Prepared(_rows(plan, recipe.train.batch_size, facts.vocab_size), None, {}, [])
         trainer = build_trainer(recipe, load(), tokenizer, data, run, device, Interrupt())
+        trainer.args.save_strategy = "no"  # with any other, transformers saves at the last step
         trainer.fit(None)
     measure = trainer.measure
     assert measure.peak is not None
@@ -47,15 +48,20 @@ def verify(
 
 
 def _rows(plan: Plan, batch_size: int, vocabulary: int) -> Rows:
-    """Enough equal rows for the steps: random ids, of which the last ones are trained."""
+    """Enough rows for the steps: random ids, of which the last ones are trained.
+
+    They are equally long, unless the plan's micro-batch is padded: then no two are, so that every one is.
+    """
     import random
 
     dice = random.Random(0)
     micro = plan.micro_batch
-    length = plan.batch.tokens // micro
-    trained = max(1, min(length - 1, plan.batch.supervised // micro))
+    longest = plan.batch.tokens // micro
+    trained = plan.batch.supervised // micro
     rows = Rows()
-    for _ in range(STEPS * batch_size):
+    for number in range(STEPS * batch_size):
+        length = max(2, longest - number) if plan.batch.padded else longest
+        scored = max(1, min(length - 1, trained))
         ids = [dice.randrange(vocabulary) for _ in range(length)]
-        rows.append(Encoded(ids, [IGNORED] * (length - trained) + ids[length - trained :]))
+        rows.append(Encoded(ids, [IGNORED] * (length - scored) + ids[length - scored :]))
     return rows

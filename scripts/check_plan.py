@@ -33,11 +33,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from random_model import random_model, small_tokenizer
+
 from finetune.device import Device
 from finetune.facts import Facts, facts_of, read_facts
 from finetune.paths import Lengths
 from finetune.plan import Plan, resolve
-from finetune.recipe import Full, QLoRA, Recipe
+from finetune.recipe import Recipe
 from finetune.tensors import layer_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +50,7 @@ SMOLLM2 = "smollm2-135m"
 PACKAGES = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
 
 
-# ------------------------------------------------------------------------------------------------------------- cases
+# -------------------------------------------------------------------------------------------------------------- cases
 
 
 @dataclass(frozen=True)
@@ -139,84 +141,6 @@ def cut(facts: Facts, layers: int) -> Facts:
     return facts_of(facts.model, config, shapes, facts.tensors[0].dtype)
 
 
-# ------------------------------------------------------------------------------------------- a model without weights
-
-
-def small_tokenizer() -> Any:
-    """A tokenizer of bytes for models whose own one is not here; the rows are random numbers anyway."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-
-
-def random_model(recipe: Recipe, facts: Facts, device: str) -> Any:
-    """What `finetune.model.load_model` gives, with random weights of the same shapes.
-
-    The model is built on the meta device and filled module by module. A layer that becomes 4-bit is drawn in 16 bits,
-    packed, and let go before the next one is drawn, so the 16-bit model is never there as a whole.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations.accelerate import expand_device_map
-    from transformers.modeling_utils import caching_allocator_warmup
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    from finetune.meta import model_config
-    from finetune.method import quantization_config
-    from finetune.model import attach_adapter
-
-    torch.manual_seed(recipe.train.seed)
-    config, quantizer = model_config(facts), None
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, recipe.load.dtype), attn_implementation=recipe.load.attention
-        )
-    if isinstance(recipe.method, QLoRA):
-        quantizer = AutoHfQuantizer.from_config(quantization_config(recipe.method, recipe.method.compute_dtype))
-        quantizer.preprocess_model(model, device_map={"": device})
-    # from_pretrained asks the driver for the whole model at once first; what is reserved later depends on it.
-    caching_allocator_warmup(model, expand_device_map({"": device}, list(model.state_dict())), quantizer)
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        _fill(model, module, device, getattr(torch, recipe.load.dtype), made)
-    model.config.use_cache = False
-    if quantizer is not None:
-        model.hf_quantizer = quantizer
-        quantizer.postprocess_model(model)
-    if isinstance(recipe.method, Full):
-        return model.requires_grad_(True)
-    return attach_adapter(model, recipe, facts)
-
-
-def _fill(model: Any, module: Any, device: str, dtype: Any, made: dict[int, Any]) -> None:
-    """Put a module's own parameters and buffers on the device; `made` keeps tied ones tied."""
-    import torch
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    if isinstance(module, Linear4bit):
-        wide = torch.empty(module.out_features, module.in_features, dtype=dtype, device=device)
-        wide.normal_(0.0, model.config.initializer_range)
-        # As transformers packs a weight that it has just read.
-        module.weight = Params4bit(wide, requires_grad=False, **module.weight.__dict__).to(device)
-        if module.bias is not None:
-            module.bias = torch.nn.Parameter(torch.zeros_like(module.bias, device=device), requires_grad=False)
-        return
-    for name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) not in made:
-            empty = torch.empty_like(parameter, device=device)
-            # The meta parameter is kept, so that no later one gets its id.
-            made[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad), parameter
-        setattr(module, name, made[id(parameter)][0])
-    for name, buffer in module.named_buffers(recurse=False):
-        module._buffers[name] = torch.empty_like(buffer, device=device)
-    with torch.no_grad():
-        model._init_weights(module)
-
-
 # ------------------------------------------------------------------------------------------------- one case, measured
 
 
@@ -296,7 +220,7 @@ def _backends() -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------ every case, each by itself
+# ----------------------------------------------------------------------------------------- every case, each by itself
 
 
 class Room:
@@ -388,7 +312,7 @@ def _short(result: Mapping[str, Any]) -> str:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------------------- what it says
 
 
 def difference(result: Mapping[str, Any], what: str, measured: str = "measured") -> float:
@@ -546,7 +470,7 @@ def main() -> None:
     options = parser_of(__doc__ or "").parse_args()
     if options.child:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        child(CASES, *options.child, options.layers)
+        child(CASES, options.child[0], options.child[1], options.layers)
         return
     from finetune.device import cpu_device
 

@@ -104,7 +104,7 @@ def predict(row: dict[str, str]) -> dict[str, Any]:
     )  # fmt: skip
     closed = run_step(facts, method, batch, path).ledger.peaks
     began = time.process_time()
-    made = simulate(facts, method, batch, path, config=config)
+    made = simulate(facts, method, batch, path, config=config, warm_up=True)
     return {
         "simulated": {name: made.peaks[name].allocated / MIB for name in PHASES},
         "closed": {name: closed[name].bytes / MIB for name in PHASES},
