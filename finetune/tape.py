@@ -260,10 +260,14 @@ class Tape:
         origin = x.source
         node = Node(self._order, [origin], _spent)
 
+        def hand_on(grad: Tensor) -> list[Tensor | None]:
+            _ = kept  # until the layer's first operation has run backward
+            return [grad]
+
         def rule(grad: Tensor) -> list[Tensor | None]:
             """Runs the layer again and lets the pass go on in what that recorded, down to the input's own node."""
             before, self.bucket = self.bucket, "activations"
-            again = run(self.record(kept, [origin], _handed_on))
+            again = run(self.record(kept, [origin], hand_on))
             node.inputs = [again.source]
             del again  # torch stops before it computes the layer's output again
             self.bucket = before
@@ -272,10 +276,6 @@ class Tape:
         node.rule = rule
         out.source = node
         return out
-
-
-def _handed_on(grad: Tensor) -> Sequence[Tensor | None]:
-    return [grad]
 
 
 def _spent(grad: Tensor) -> Sequence[Tensor | None]:
