@@ -16,36 +16,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from finetune import kernels
 from finetune.facts import Facts, Linear
+from finetune.heads import Heads
 from finetune.ledger import Block, Ledger
+from finetune.linears import Weight
 from finetune.method import BLOCK, SCALE_BLOCK, AdapterShape, adapter_shapes, saved_tensors, trained_tensors
 from finetune.optimizers import is_paged, state_sizes, step_temporaries
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path
-from finetune.tape import Parameter, Tape, Tensor
-from finetune.tensors import Group, dtype_bytes, group_of, in_tower, layer_of
+from finetune.tape import Parameter, Tensor
+from finetune.tensors import Group, group_of, in_tower, layer_of
 
 KNOWN = ("llama", "mistral", "qwen2", "gemma", "gemma2")
 """Model types whose layers are written down here; others are planned as Llama's and say "estimate"."""
 
-VOCABULARY_TILE = 32_768
-TOKEN_TILE = 4_096
 _NAMES: dict[Group, str] = {
     "embedding": "embedding", "head": "output head", "attention": "attention", "mlp": "MLP", "norm": "norms",
     "other": "other weights",
 }  # fmt: skip
-
-
-class Weight(NamedTuple):
-    """A Linear layer as it lies in memory, with its adapter."""
-
-    weight: Parameter
-    packed: bool
-    a: Parameter | None
-    b: Parameter | None
 
 
 @dataclass
@@ -62,23 +52,11 @@ def run_step(facts: Facts, method: Method, batch: Batch, path: Path) -> Step:
     return _Decoder(facts, method, batch, path).run()
 
 
-class _Decoder:
+class _Decoder(Heads):
     def __init__(self, facts: Facts, method: Method, batch: Batch, path: Path) -> None:
-        self.facts, self.method, self.batch, self.path = facts, method, batch, path
-        self.ledger = Ledger(cuda=path.device == "cuda")
-        self.tape = Tape(self.ledger, accumulates=path.accumulates)
-        self.parameters: list[Parameter] = []  # their gradients live until the optimizer has stepped
-        self.casting = False  # inside the forward pass, where autocast keeps low copies of trained weights
-        self.stored = int(dtype_bytes("float32" if path.upcast or isinstance(method, Full) else path.weights))
-        self.compute = int(dtype_bytes(path.weights))  # what 4-bit weights are unpacked to
-        self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
-        self.gemma = facts.model_type in ("gemma", "gemma2")
-        self.full = isinstance(method, Full)
-        self.double = isinstance(method, QLoRA) and method.double_quant
+        super().__init__(facts, method, batch, path)
         self.trained = trained_tensors(method, facts)
         self.saved = [] if isinstance(method, Full) else [tensor.shape for tensor in saved_tensors(method, facts)]
-        self.rows, self.length = batch.rows, batch.length
-        self.low_copies: dict[int, Tensor] = {}
         self.mask: list[Tensor] = []
         self.lump: dict[Block, Block] = {}
         self.lump_gradients: list[Block] = []
@@ -167,12 +145,6 @@ class _Decoder:
             for size in sizes:
                 found["optimizer", "optimizer state", size] += 1
         return found, paged
-
-    def _parameter(self, name: str, shape: tuple[int, ...], width: int, *, trained: bool) -> Parameter:
-        parameter = Parameter(name, shape, width, trained=trained)
-        if trained:
-            self.parameters.append(parameter)
-        return parameter
 
     # -------------------------------------------------------------------------------------------------------- step
 
@@ -318,65 +290,7 @@ class _Decoder:
         elif self.batch.flat or self.batch.padded:
             self.mask = [self.tape.new("attention mask", shape, 1) for _ in range(kinds)]
 
-    def _norm_weight(self, trained: bool) -> Parameter:
-        return self._parameter("norms", (self.facts.hidden_size,), self.stored, trained=trained)
-
-    def _norm(self, x: Tensor, weight: Parameter) -> Tensor:
-        """RMS norm (Zhang and Sennrich 2019). Llama multiplies by its weight in the input's type, Gemma in fp32."""
-        tape = self.tape
-        wide = tape.cast(x, 4, "norm in fp32")
-        root = self._inverse_root(wide)
-        out = tape.mul(wide, root, "normalised")
-        del wide, root
-        if self.gemma:
-            scaled = self._weighted(out, weight, 4)
-            return tape.cast(scaled, x.width, "norm output")
-        narrow = tape.cast(out, x.width, "normalised")
-        del out
-        return self._weighted(narrow, weight, max(x.width, weight.width))
-
-    def _inverse_root(self, x: Tensor) -> Tensor:
-        """rsqrt(mean(x^2) + eps), [rows, length, 1]. The square goes as soon as its mean is known."""
-        tape = self.tape
-        small = (*x.shape[:-1], 1)
-        squares = tape.new("squares", x.shape, 4)
-        out = tape.new("inverse root", small, 4)
-        del squares
-        kept = Tensor(x.storage, x.shape, 4)
-        size = 4 * x.size
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            nonlocal kept
-            spread = tape.new("gradient", kept.shape, 4)  # of the mean
-            tape.passing("square's derivative", size, size)
-            del spread
-            return [tape.new("gradient", kept.shape, 4)]
-
-        return tape.record(out, [x.source], rule)
-
-    def _weighted(self, x: Tensor, weight: Parameter, width: int) -> Tensor:
-        """weight * x along the last side."""
-        tape = self.tape
-        out = tape.new("norm output", x.shape, width)
-        kept = Tensor(x.storage, x.shape, x.width) if weight.trained else None
-        needs_x, x_width = x.source is not None, x.width
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            nonlocal kept
-            own = None
-            if kept is not None:
-                full = tape.new("gradient", grad.shape, grad.width)
-                own = full
-            back = tape.new("gradient", grad.shape, grad.width) if needs_x else None
-            if own is not None:
-                own = tape.new("gradient", weight.shape, 4)
-            if back is not None and back.width != x_width:
-                back = tape.new("gradient", grad.shape, x_width)
-            return [own, back]
-
-        return tape.record(out, [weight if weight.trained else None, x.source], rule)
-
-    # ------------------------------------------------------------------------------------------------------- layers
+    # ------------------------------------------------------------------------------------------------------ layers
 
     def _layer(self, x: Tensor, layer: dict[str, Weight]) -> Tensor:
         tape = self.tape
@@ -413,374 +327,6 @@ class _Decoder:
 
     def _activated(self, gate: Tensor) -> Tensor:
         return self.tape.unary(gate, "MLP activation")
-
-    def _attention(self, x: Tensor, layer: dict[str, Weight]) -> Tensor:
-        facts, tape = self.facts, self.tape
-        heads, kv, dim = facts.heads, facts.kv_heads, facts.head_dim
-        if "qkv_proj" in layer:
-            whole = self._linear(x, layer["qkv_proj"], "query, key, value")
-            query = tape.view(whole, (self.rows, heads, self.length, dim))
-            key = value = tape.view(whole, (self.rows, kv, self.length, dim))
-        else:
-            query = self._heads(self._linear(x, layer["q_proj"], "query"), heads)
-            key = self._heads(self._linear(x, layer["k_proj"], "key"), kv)
-            value = self._heads(self._linear(x, layer["v_proj"], "value"), kv)
-        query, key = self._rotated(query, "query"), self._rotated(key, "key")
-        attend = self._eager if self.path.attention in ("eager", "math") else self._kernel
-        out = attend(query, key, value)
-        out = self._linear(out, layer["o_proj"], "attention output")
-        del query, key, value
-        return out
-
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        """[rows, length, heads * dim] -> [rows, heads, length, dim], a view whose gradient is copied back."""
-        tape = self.tape
-        out = tape.view(x, (self.rows, heads, self.length, self.facts.head_dim))
-        flat = x.shape
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            return [tape.new("gradient", flat, grad.width)]
-
-        return tape.record(out, [x.source], rule)
-
-    def _rotated(self, x: Tensor, what: str) -> Tensor:
-        """x * cos + rotate_half(x) * sin."""
-        tape = self.tape
-        straight = tape.new("rotation", x.shape, x.width)
-        half = tape.new("rotation", (*x.shape[:-1], x.shape[-1] // 2), x.width)
-        turned = tape.new("rotation", x.shape, x.width)
-        del half
-        product = tape.new("rotation", x.shape, x.width)
-        del turned
-        out = tape.new(f"{what}, rotated", x.shape, x.width)
-        del straight, product
-        shape, width = x.shape, x.width
-        size = x.size * width
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            one = tape.new("gradient", shape, width)
-            tape.passing("backward of the rotation", size, size)
-            del one
-            other = tape.new("gradient", shape, width)
-            tape.passing("backward of the rotation", size)
-            return [other]
-
-        return tape.record(out, [x.source], rule)
-
-    def _spread(self, x: Tensor, what: str) -> Tensor:
-        """Key or value heads repeated for each query head of their group."""
-        tape, heads = self.tape, self.facts.heads
-        if x.shape[1] == heads:
-            return x
-        out = tape.new(what, (self.rows, heads, self.length, self.facts.head_dim), x.width)
-        shape = x.shape
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            return [tape.new("gradient", shape, grad.width)]
-
-        return tape.record(out, [x.source], rule)
-
-    def _eager(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Scores in full: softmax(q k^T * scale [softcapped] + mask) v, the softmax in fp32."""
-        tape = self.tape
-        key, value = self._spread(key, "keys per head"), self._spread(value, "values per head")
-        copied = tape.copy(query, "query, contiguous")
-        scores = self._scaled_scores(copied, key)
-        del copied
-        cap = self.facts.config.get("attn_logit_softcapping", 50.0) if self.facts.model_type == "gemma2" else None
-        if cap:
-            scores = tape.scaled(scores, "scores / cap")
-            scores = tape.tanh(scores, "capped scores")
-            scores = tape.scaled(scores, "capped scores")
-        masked = self._masked(scores)
-        del scores
-        weights = self._softmax(masked)
-        del masked
-        out = self._product(
-            weights, value, "attention", (self.rows, self.facts.heads, self.length, self.facts.head_dim)
-        )
-        out = tape.copy(out, "attention, contiguous")
-        return self._flat(out)
-
-    def _scaled_scores(self, query: Tensor, key: Tensor) -> Tensor:
-        shape = (self.rows, self.facts.heads, self.length, self.length)
-        return self.tape.scaled(self._product(query, key, "scores", shape), "scores")
-
-    def _masked(self, scores: Tensor) -> Tensor:
-        """Adding the mask: a new tensor, whose gradient is handed on as it is."""
-        tape = self.tape
-        out = tape.new("masked scores", scores.shape, scores.width)
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            return [grad]
-
-        return tape.record(out, [scores.source], rule)
-
-    def _product(self, a: Tensor, b: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
-        """A batched matrix product; each factor is kept for the other's gradient. Autocast casts wide factors."""
-        tape = self.tape
-        a, b = self._lowered(a), self._lowered(b)
-        out = tape.new(what, shape, min(a.width, b.width))
-        needs = a.source is not None, b.source is not None
-        keep = (Tensor(a.storage, a.shape, a.width), Tensor(b.storage, b.shape, b.width))
-        shapes = a.shape, b.shape
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            _ = keep
-            return [tape.new("gradient", shapes[n], grad.width) if needs[n] else None for n in (0, 1)]
-
-        return tape.record(out, [a.source, b.source], rule)
-
-    def _softmax(self, x: Tensor) -> Tensor:
-        """softmax(x, dtype=fp32).to(x's type). On CUDA fp16 goes to fp32 inside the kernel, other types in a copy."""
-        tape = self.tape
-        width = x.width
-        fused = self.path.device == "cuda" and width == 2 and self.path.weights == "float16"
-        wide = x if fused else tape.cast(x, 4, "scores in fp32")
-        out = tape.new("attention weights", x.shape, 4)
-        kept = Tensor(out.storage, out.shape, 4)
-        back = 2 if fused else 4
-        cuda = self.path.device == "cuda"
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            _ = kept
-            made = tape.new("gradient", grad.shape, back)
-            if cuda:
-                tape.passing("softmax backward", 4 * grad.size)
-            return [made]
-
-        tape.record(out, [wide.source], rule)
-        del wide
-        return tape.cast(out, width, "attention weights")
-
-    def _flat(self, x: Tensor) -> Tensor:
-        return self.tape.view(x, (self.rows, self.length, self.facts.heads * self.facts.head_dim))
-
-    def _kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """A fused kernel: keeps its inputs, its output and the softmax's sums."""
-        tape, path = self.tape, self.path
-        query, key, value = self._lowered(query), self._lowered(key), self._lowered(value)
-        kind = path.attention
-        masks = list(self.mask)
-        if kind == "flash" and (masks or query.width == 4 or self.facts.head_dim > 256):
-            kind = "efficient"
-        if kind == "efficient" or masks:
-            key, value = self._spread(key, "keys per head"), self._spread(value, "values per head")
-        bias = tape.new("attention mask", masks[0].shape, query.width) if masks else None
-        shape = (self.rows, self.facts.heads, self.length, self.facts.head_dim)
-        out = tape.new("attention", shape, query.width)
-        sums = tape.new("softmax sums", (self.rows, self.facts.heads, self.length), 4)
-        keep = [Tensor(t.storage, t.shape, t.width) for t in (query, key, value, out, sums, bias) if t is not None]
-        shapes = [(t.shape, t.width) for t in (query, key, value)]
-        needs = [t.source is not None for t in (query, key, value)]
-        dim, width, groups = self.facts.head_dim, query.width, key.shape[1] != self.facts.heads
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            _ = keep
-            made = [tape.new("gradient", *shape) for shape in shapes]
-            if kind == "efficient":
-                for sizes in kernels.efficient_backward(
-                    self.rows, self.facts.heads, self.length, dim, value_width=dim, width=width
-                ):
-                    tape.passing("attention backward", *sizes)
-            elif kind == "flash":
-                tape.passing(
-                    "attention backward",
-                    *kernels.flash_backward(
-                        self.rows, self.facts.heads, self.length, dim, width=width, shared=groups
-                    ),
-                )
-            return [made[n] if needs[n] else None for n in (0, 1, 2)]
-
-        tape.record(out, [query.source, key.source, value.source], rule)
-        return self._flat(out)
-
-    # ------------------------------------------------------------------------------------------------- linear layers
-
-    def _lowered(self, x: Tensor) -> Tensor:
-        """What autocast does to the input of a product."""
-        return self.tape.cast(x, self.low, "low copy") if self.low and x.width > self.low else x
-
-    def _low_weight(self, weight: Parameter) -> tuple[Tensor | None, bool]:
-        """Autocast's copy of an fp32 weight, kept until the forward pass is over if the weight is trained."""
-        if not self.low or weight.width <= self.low:
-            return None, False
-        known = self.low_copies.get(id(weight))
-        if known is None:
-            known = self.tape.new("low copies of trained weights", weight.shape, self.low)
-            known.storage.block.bucket = "copies"
-            if weight.trained and self.casting:
-                self.low_copies[id(weight)] = known
-        return known, True
-
-    def _linear(self, x: Tensor, layer: Weight, what: str) -> Tensor:
-        tape = self.tape
-        result = self._packed_product(x, layer, what) if layer.packed else self._plain(x, layer, what)
-        if layer.a is None or layer.b is None:
-            return result
-        width = result.width
-        if layer.packed:
-            result = tape.copy(result, what)  # peft clones a 4-bit layer's output
-        casts = self.path.adapter_casts and not (layer.packed and self.low)
-        inner = tape.cast(x, 4, "adapter input") if casts else x
-        narrow = self._matmul(inner, layer.a, "adapter, narrow")
-        del inner
-        change = tape.scaled(self._matmul(narrow, layer.b, "adapter output"), "adapter output")
-        del narrow
-        if layer.packed and not self.low:
-            change = tape.cast(change, width)
-        result = tape.add(result, change, what)
-        del change
-        return tape.cast(result, width, what)
-
-    def _plain(self, x: Tensor, layer: Weight, what: str) -> Tensor:
-        return self._matmul(x, layer.weight, what)
-
-    def _matmul(self, x: Tensor, weight: Parameter, what: str) -> Tensor:
-        """x @ weight^T. The input is kept if the weight is trained; the weight's low copy if the input needs it."""
-        tape = self.tape
-        x = self._lowered(x)
-        copy, lowered = self._low_weight(weight)
-        out = tape.new(what, (*x.shape[:-1], weight.shape[0]), x.width)
-        kept = Tensor(x.storage, x.shape, x.width) if weight.trained else None
-        needs_x, shape = x.source is not None, x.shape
-        kept_weight = copy if needs_x else None
-        del copy
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            nonlocal kept, kept_weight
-            own = None
-            if kept is not None:
-                own = tape.new("gradient", weight.shape, grad.width)
-            back = tape.new("gradient", shape, grad.width) if needs_x else None
-            if own is not None and lowered:
-                own = tape.new("gradient", weight.shape, weight.width)
-            return [own, back]
-
-        return tape.record(out, [weight if weight.trained else None, x.source], rule)
-
-    def _packed_product(self, x: Tensor, layer: Weight, what: str) -> Tensor:
-        """bitsandbytes' 4-bit product: the weight is unpacked for it, and again for the backward pass."""
-        tape, weight = self.tape, layer.weight
-        inner = tape.cast(x, self.compute, "compute copy")
-        size = _size(weight.shape)
-        scales = [4 * (size // BLOCK)] if self.double else []
-        buffer = [*scales, size * self.compute]
-        blocks = [self.ledger.take(Block("temporary", "unpacked weight", part)) for part in buffer]
-        out = tape.new(what, (*x.shape[:-1], weight.shape[0]), self.compute)
-        for block in blocks:
-            self.ledger.give(block)
-        shape = inner.shape
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            held = [tape.new("scales", (part // 4,), 4) for part in scales]
-            unpacked = tape.new("unpacked weight", weight.shape, self.compute)
-            del held
-            made = tape.new("gradient", shape, grad.width)
-            del unpacked
-            return [made]
-
-        tape.record(out, [inner.source], rule)
-        return tape.cast(out, x.width, what)
-
-    # ---------------------------------------------------------------------------------------------------------- loss
-
-    def _loss(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return {"supervised": self._supervised, "tiled": self._tiled, "library": self._library}[self.path.loss](
-            hidden
-        )
-
-    def _head(self) -> Parameter:
-        shape = (self.facts.vocab_size, self.facts.hidden_size)
-        if self.full and self.facts.tied:
-            return self.table
-        return self._parameter("output head", shape, self.stored, trained=self.full)
-
-    def _chosen(self, hidden: Tensor) -> Tensor:
-        """The rows of supervised positions; their gradient is put back among zeros, and once more for the slice."""
-        tape = self.tape
-        out = tape.new("supervised rows", (self.batch.supervised, hidden.shape[-1]), hidden.width)
-        shape = hidden.shape
-        short = (shape[0], shape[1] - 1, shape[2])
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            placed = tape.new("gradient", short, grad.width)
-            back = tape.new("gradient", shape, grad.width)
-            del placed
-            return [back]
-
-        return tape.record(out, [hidden.source], rule)
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        if self.facts.model_type != "gemma2":
-            return logits
-        logits = self.tape.scaled(logits, "logits / cap")
-        logits = self.tape.tanh(logits, "capped logits")
-        return self.tape.scaled(logits, "capped logits")
-
-    def _supervised(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """This toolkit's head: logits of supervised rows in fp32, log-softmax, gather."""
-        chosen = self._chosen(hidden)
-        logits = self._capped(self._matmul(chosen, self._head(), "logits"))
-        del chosen
-        wide = self.tape.cast(logits, 4, "logits in fp32")
-        del logits
-        return self._cross_entropy(wide), None
-
-    def _cross_entropy(self, logits: Tensor, held: tuple[Tensor, ...] = ()) -> Tensor:
-        """log_softmax keeps its output; backward: the gathered gradient among zeros, then log_softmax's own."""
-        tape = self.tape
-        out = tape.new("log-probabilities", logits.shape, 4)
-        loss = tape.new("loss", (1,), 4)
-        kept = Tensor(out.storage, out.shape, 4)
-        shape = logits.shape
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            nonlocal kept
-            sparse = tape.new("gradient of log-probabilities", shape, 4)
-            made = tape.new("gradient of logits", shape, 4)
-            del sparse
-            return [made]
-
-        return tape.record(loss, [logits.source], rule)
-
-    def _library(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """transformers' own loss: all logits, in fp32 beside the model's type."""
-        logits = self._capped(self._matmul(hidden, self._head(), "logits"))
-        wide = self.tape.cast(logits, 4, "logits in fp32")
-        return self._cross_entropy(wide), logits
-
-    def _tiled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """TRL's head: tiles of 4,096 tokens by 32,768 entries of the vocabulary, made again in the backward pass."""
-        tape, facts = self.tape, self.facts
-        chosen = self._chosen(hidden)
-        tokens = chosen.shape[0]
-        width = self.low or chosen.width
-        tile = (min(tokens, TOKEN_TILE), VOCABULARY_TILE)
-        head = self._head()
-        buffer = tape.new("logits of one tile", tile, width)
-        if head.width != width:
-            tape.passing("part of the head", min(facts.vocab_size, VOCABULARY_TILE) * facts.hidden_size * width)
-        del buffer
-        loss = tape.new("loss", (1,), 4)
-        kept = Tensor(chosen.storage, chosen.shape, chosen.width)
-        shape, given = chosen.shape, chosen.width
-        trained, needs = head.trained, chosen.source is not None
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            nonlocal kept
-            total = tape.new("gradient", shape, 4) if needs else None
-            own = tape.new("gradient", head.shape, 4) if trained else None
-            work = tape.new("logits of one tile", tile, width)
-            if head.width != width:
-                tape.passing("part of the head", min(facts.vocab_size, VOCABULARY_TILE) * facts.hidden_size * width)
-            del work
-            back = tape.cast(total, given) if total is not None else None
-            del total
-            return [own, back]
-
-        tape.record(loss, [head if trained else None, chosen.source], rule)
-        return loss, None
 
 
 def constant_sizes(size: int, *, double: bool) -> list[int]:

@@ -31,7 +31,7 @@ def host_lines(
     if device.kind == "cuda":
         each = dtype_bytes(recipe.load.dtype)
         yield Line(
-            "outside", "while loading", int(2 * each * largest), f"the largest weight twice, 2 x {each:g} x {largest:,}",
+            "outside", "while loading", int(2 * each * largest), f"largest weight, 2 x {each:g} x {largest:,}",
             exact=False,
         )  # fmt: skip
         if held.paged:

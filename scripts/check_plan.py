@@ -178,7 +178,7 @@ def check(case: Case, layers: int | None = None) -> dict[str, Any]:
     )  # fmt: skip
     reserved = torch.cuda.max_memory_reserved() if device.kind == "cuda" else None
     stepped = time.perf_counter()
-    traced = simulate(facts, recipe.method, found.batch, plan.path)
+    traced = simulate(facts, recipe.method, found.batch, plan.path, warm_up=device.kind == "cuda")
     result = {
         "batch": asdict(found.batch),
         "path": asdict(plan.path),

@@ -1,0 +1,200 @@
+"""Linear layers and norms of a training step in sizes, as peft, bitsandbytes and autocast run them.
+
+x ─┬─> [autocast's copy] ─> W x ───────────────┬─> + ─> y        a frozen W keeps nothing of x
+   └─> [peft's fp32 copy] ─> A x ─> B A x ─> s ┘                 A keeps its input, B keeps A x
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from finetune.facts import Facts
+from finetune.ledger import Block, Ledger
+from finetune.method import BLOCK
+from finetune.recipe import Full, Method, QLoRA
+from finetune.steps import Batch, Path
+from finetune.tape import Parameter, Tape, Tensor
+from finetune.tensors import dtype_bytes
+
+
+class Weight(NamedTuple):
+    """A Linear layer as it lies in memory, with its adapter."""
+
+    weight: Parameter
+    packed: bool
+    a: Parameter | None
+    b: Parameter | None
+
+
+class Linears:
+    """What every part of a step shares, and the products with weights."""
+
+    def __init__(self, facts: Facts, method: Method, batch: Batch, path: Path) -> None:
+        self.facts, self.method, self.batch, self.path = facts, method, batch, path
+        self.rows, self.length = batch.rows, batch.length
+        self.ledger = Ledger(cuda=path.device == "cuda")
+        self.tape = Tape(self.ledger, accumulates=path.accumulates)
+        self.parameters: list[Parameter] = []  # their gradients live until the optimizer has stepped
+        self.casting = False  # inside the forward pass, where autocast keeps low copies of trained weights
+        self.low_copies: dict[int, Tensor] = {}
+        self.stored = int(dtype_bytes("float32" if path.upcast or isinstance(method, Full) else path.weights))
+        self.compute = int(dtype_bytes(path.weights))  # what 4-bit weights are unpacked to
+        self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
+        self.gemma = facts.model_type in ("gemma", "gemma2")
+        self.full = isinstance(method, Full)
+        self.double = isinstance(method, QLoRA) and method.double_quant
+
+    def _parameter(self, name: str, shape: tuple[int, ...], width: int, *, trained: bool) -> Parameter:
+        parameter = Parameter(name, shape, width, trained=trained)
+        if trained:
+            self.parameters.append(parameter)
+        return parameter
+
+    # ------------------------------------------------------------------------------------------------------- norms
+
+    def _norm_weight(self, trained: bool) -> Parameter:
+        return self._parameter("norms", (self.facts.hidden_size,), self.stored, trained=trained)
+
+    def _norm(self, x: Tensor, weight: Parameter) -> Tensor:
+        """RMS norm (Zhang and Sennrich 2019). Llama multiplies by its weight in the input's type, Gemma in fp32."""
+        tape = self.tape
+        wide = tape.cast(x, 4, "norm in fp32")
+        root = self._inverse_root(wide)
+        out = tape.mul(wide, root, "normalised")
+        del wide, root
+        if self.gemma:
+            scaled = self._weighted(out, weight, 4)
+            return tape.cast(scaled, x.width, "norm output")
+        narrow = tape.cast(out, x.width, "normalised")
+        del out
+        return self._weighted(narrow, weight, max(x.width, weight.width))
+
+    def _inverse_root(self, x: Tensor) -> Tensor:
+        """rsqrt(mean(x^2) + eps), [rows, length, 1]. The square goes as soon as its mean is known."""
+        tape = self.tape
+        small = (*x.shape[:-1], 1)
+        squares = tape.new("squares", x.shape, 4)
+        out = tape.new("inverse root", small, 4)
+        del squares
+        kept = Tensor(x.storage, x.shape, 4)
+        size = 4 * x.size
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            nonlocal kept
+            spread = tape.new("gradient", kept.shape, 4)  # of the mean
+            tape.passing("square's derivative", size, size)
+            del spread
+            return [tape.new("gradient", kept.shape, 4)]
+
+        return tape.record(out, [x.source], rule)
+
+    def _weighted(self, x: Tensor, weight: Parameter, width: int) -> Tensor:
+        """weight * x along the last side."""
+        tape = self.tape
+        out = tape.new("norm output", x.shape, width)
+        kept = Tensor(x.storage, x.shape, x.width) if weight.trained else None
+        needs_x, x_width = x.source is not None, x.width
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            nonlocal kept
+            own = None
+            if kept is not None:
+                full = tape.new("gradient", grad.shape, grad.width)
+                own = full
+            back = tape.new("gradient", grad.shape, grad.width) if needs_x else None
+            if own is not None:
+                own = tape.new("gradient", weight.shape, 4)
+            if back is not None and back.width != x_width:
+                back = tape.new("gradient", grad.shape, x_width)
+            return [own, back]
+
+        return tape.record(out, [weight if weight.trained else None, x.source], rule)
+
+    # ---------------------------------------------------------------------------------------------------- products
+
+    def _lowered(self, x: Tensor) -> Tensor:
+        """What autocast does to the input of a product."""
+        return self.tape.cast(x, self.low, "low copy") if self.low and x.width > self.low else x
+
+    def _low_weight(self, weight: Parameter) -> tuple[Tensor | None, bool]:
+        """Autocast's copy of an fp32 weight, kept until the forward pass is over if the weight is trained."""
+        if not self.low or weight.width <= self.low:
+            return None, False
+        known = self.low_copies.get(id(weight))
+        if known is None:
+            known = self.tape.new("low copies of trained weights", weight.shape, self.low)
+            known.storage.block.bucket = "copies"
+            if weight.trained and self.casting:
+                self.low_copies[id(weight)] = known
+        return known, True
+
+    def _linear(self, x: Tensor, layer: Weight, what: str) -> Tensor:
+        tape = self.tape
+        result = self._packed_product(x, layer, what) if layer.packed else self._plain(x, layer, what)
+        if layer.a is None or layer.b is None:
+            return result
+        width = result.width
+        if layer.packed:
+            result = tape.copy(result, what)  # peft clones a 4-bit layer's output
+        casts = self.path.adapter_casts and not (layer.packed and self.low)
+        inner = tape.cast(x, 4, "adapter input") if casts else x
+        narrow = self._matmul(inner, layer.a, "adapter, narrow")
+        del inner
+        change = tape.scaled(self._matmul(narrow, layer.b, "adapter output"), "adapter output")
+        del narrow
+        if layer.packed and not self.low:
+            change = tape.cast(change, width)
+        result = tape.add(result, change, what)
+        del change
+        return tape.cast(result, width, what)
+
+    def _plain(self, x: Tensor, layer: Weight, what: str) -> Tensor:
+        return self._matmul(x, layer.weight, what)
+
+    def _matmul(self, x: Tensor, weight: Parameter, what: str) -> Tensor:
+        """x @ weight^T. The input is kept if the weight is trained; the weight's low copy if the input needs it."""
+        tape = self.tape
+        x = self._lowered(x)
+        copy, lowered = self._low_weight(weight)
+        out = tape.new(what, (*x.shape[:-1], weight.shape[0]), x.width)
+        kept = Tensor(x.storage, x.shape, x.width) if weight.trained else None
+        needs_x, shape = x.source is not None, x.shape
+        kept_weight = copy if needs_x else None
+        del copy
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            nonlocal kept, kept_weight
+            own = None
+            if kept is not None:
+                own = tape.new("gradient", weight.shape, grad.width)
+            back = tape.new("gradient", shape, grad.width) if needs_x else None
+            if own is not None and lowered:
+                own = tape.new("gradient", weight.shape, weight.width)
+            return [own, back]
+
+        return tape.record(out, [weight if weight.trained else None, x.source], rule)
+
+    def _packed_product(self, x: Tensor, layer: Weight, what: str) -> Tensor:
+        """bitsandbytes' 4-bit product: the weight is unpacked for it, and again for the backward pass."""
+        tape, weight = self.tape, layer.weight
+        inner = tape.cast(x, self.compute, "compute copy")
+        size = math.prod(weight.shape)
+        scales = [4 * (size // BLOCK)] if self.double else []
+        buffer = [*scales, size * self.compute]
+        blocks = [self.ledger.take(Block("temporary", "unpacked weight", part)) for part in buffer]
+        out = tape.new(what, (*x.shape[:-1], weight.shape[0]), self.compute)
+        for block in blocks:
+            self.ledger.give(block)
+        shape = inner.shape
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            held = [tape.new("scales", (part // 4,), 4) for part in scales]
+            unpacked = tape.new("unpacked weight", weight.shape, self.compute)
+            del held
+            made = tape.new("gradient", shape, grad.width)
+            del unpacked
+            return [made]
+
+        tape.record(out, [inner.source], rule)
+        return tape.cast(out, x.width, what)
