@@ -161,7 +161,7 @@ def build_trainer(
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.eval) if data.eval is not None else None,
         processing_class=tokenizer,
-        callbacks=[measure, clock, interrupt, FiniteLoss(run), Record(run, recipe.train.keep, clock), progress],
+        callbacks=[clock, measure, interrupt, FiniteLoss(run), Record(run, recipe.train.keep, clock), progress],
     )
     trainer.remove_callback(PrinterCallback)
     if trainer.accelerator.num_processes != device.count:

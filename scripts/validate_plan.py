@@ -197,10 +197,10 @@ def page(text: str, rows: str) -> str:
     return (
         "# The plan against peaks measured on a GPU by others\n\n"
         "Runs of the public project fitcheck (github: Anassbzdd/fitcheck, MIT, 2026) on one Tesla T4: the peaks of "
-        "`torch.cuda.max_memory_allocated` in one LoRA or QLoRA training step. Nothing in the plan was fitted to them. "
-        "`simulated` traces the step on meta tensors and replays CUDA's caching allocator; `closed` is the torch-free "
-        "step of `finetune plan`, its live bytes. Reserved memory differs between equal runs (one 7B by 1.4 GB), so it "
-        "is given with its spread only.\n\n"
+        "`torch.cuda.max_memory_allocated` in one LoRA or QLoRA training step. Nothing in the plan was fitted to "
+        "them. `simulated` traces the step on meta tensors and replays CUDA's caching allocator; `closed` is the "
+        "torch-free step of `finetune plan`, its live bytes. Reserved memory differs between equal runs (one 7B by "
+        "1.4 GB), so it is given with its spread only.\n\n"
         f"Made by `python scripts/validate_plan.py {rows} --markdown FILE` with {versions}.\n\n{text}\n"
     )
 

@@ -1,4 +1,4 @@
-"""The caching allocator's replay: sequences worked out by hand from torch's rules, and the same rules written plainly."""
+"""The caching allocator's replay: sequences worked out by hand, and torch's rules once more, written plainly."""
 
 from __future__ import annotations
 

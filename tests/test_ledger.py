@@ -1,4 +1,4 @@
-"""The ledger: the peak of each phase, who was live then, what passes inside a kernel, and blocks that stand for many."""
+"""The ledger: the peak of each phase, who was live then, what passes inside a kernel, blocks that stand for many."""
 
 from __future__ import annotations
 

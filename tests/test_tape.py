@@ -1,12 +1,13 @@
 """Autograd in sizes against torch's own: the same small graphs, each written once and run on both.
 
-Torch's side is its profiler's account of every allocation and release on a CPU. Sizes are counted in squares of 64 x 64
-values, so scalars do not matter.
+Torch's side is its profiler's account of every allocation and release on a CPU. Sizes are counted in squares of
+64 x 64 values, in fp32, and rounded to halves of them, so that scalars do not matter.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,10 +31,10 @@ Graph = Callable[..., Any]  # (operations, x, w, v, c) -> loss
 class Seen(NamedTuple):
     """In squares: what the forward pass keeps, its peak, what the backward pass leaves, its peak."""
 
-    kept: int
-    forward: int
-    left: int
-    backward: int
+    kept: float
+    forward: float
+    left: float
+    backward: float
 
 
 # ---------------------------------------------------------------------------------------------------------- torch
@@ -66,9 +67,6 @@ class InTorch:
     def cast(self, a: Any, width: int) -> Any:
         return a.to(torch.bfloat16 if width == 2 else torch.float32)
 
-    def view(self, a: Any) -> Any:
-        return a.view(SIDE // 2, 2 * SIDE)
-
     def linear(self, x: Any, w: Any) -> Any:
         return torch.nn.functional.linear(x, w)
 
@@ -96,14 +94,15 @@ def in_torch(graph: Graph, trained: Sequence[bool]) -> Seen:
     middle = sizes.index(MARK)
     before, after = sizes[:middle], sizes[middle + 2 :]
     kept = sum(before)
-    return Seen(kept // SQUARE, most(0, before), (kept + sum(after)) // SQUARE, most(kept, after))
+    return Seen(*map(squares, (kept, most(0, before), kept + sum(after), most(kept, after))))
 
 
 def most(start: int, sizes: Sequence[int]) -> int:
-    points = [start]
-    for size in sizes:
-        points.append(points[-1] + size)
-    return max(points) // SQUARE
+    return max(itertools.accumulate(sizes, initial=start))
+
+
+def squares(size: int) -> float:
+    return size * 2 // SQUARE / 2
 
 
 # ----------------------------------------------------------------------------------------------------------- sizes
@@ -142,9 +141,6 @@ class InSizes:
     def cast(self, a: Tensor, width: int) -> Tensor:
         return self.tape.cast(a, width)
 
-    def view(self, a: Tensor) -> Tensor:
-        return self.tape.view(a, (SIDE // 2, 2 * SIDE))
-
     def linear(self, x: Tensor, w: Tensor) -> Tensor:
         tape = self.tape
         out = tape.new("product", (x.shape[0], w.shape[0]), 4)
@@ -179,7 +175,7 @@ def in_sizes(graph: Graph, trained: Sequence[bool]) -> Seen:
     ledger.begin("backward")
     tape.backward(loss)
     peaks = [ledger.peaks[phase].bytes for phase in ("forward", "backward")]
-    return Seen(*((size - before) // SQUARE for size in (kept, peaks[0], ledger.live, peaks[1])))
+    return Seen(*(squares(size - before) for size in (kept, peaks[0], ledger.live, peaks[1])))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,6 +184,7 @@ def _quiet() -> Iterator[None]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    in_torch(recomputed, [False, True, True, False])  # the first call leaves things behind
     gc.collect()
     gc.freeze()
     yield
@@ -195,8 +192,8 @@ def _quiet() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# ------------------------------------------------------------------------------------------- graphs worked out by hand
-# x is data or trained, w and v are weights, c a constant. The loss is sum(... * c), so that the first gradient is real.
+# ------------------------------------------------------------------------------------------ graphs worked out by hand
+# x is data or trained, w and v are weights, c a constant. The loss is sum(... * c): then the first gradient is real.
 
 
 def product(o: Any, x: Any, w: Any, v: Any, c: Any) -> Any:
@@ -235,22 +232,26 @@ def recomputed(o: Any, x: Any, w: Any, v: Any, c: Any) -> Any:
         (product, "xw", Seen(0, 2, 2, 3)),
         (product, "w", Seen(0, 2, 1, 2)),
         (product, "x", Seen(0, 2, 1, 2)),
-        # silu keeps x * w. Forward: x * w, silu, their sum, the last product.
-        # Backward: kept + gradient of the sum + gradient through silu; both ways meet in one; then w's.
-        (residual, "w", Seen(1, 4, 1, 3)),
-        (residual, "xw", Seen(1, 4, 2, 3)),
+        # silu keeps x * w. Forward: x * w, silu, their sum; the last product comes when silu is gone.
+        # Backward: x * w, the gradient of the sum, the one through silu; added to the former; then those of x and w.
+        (residual, "w", Seen(1, 3, 1, 3)),
+        (residual, "xw", Seen(1, 3, 2, 3)),
         # A trained weight keeps its input, a frozen one does not: its gradient needs the weight alone.
         (linear, "w", Seen(1, 3, 1, 3)),
         (linear, "x", Seen(0, 2, 1, 2)),
         (linear, "xw", Seen(1, 3, 2, 4)),
         # Only the second weight is trained: nothing of the first layer is kept but what the second needs.
         (two_linear, "v", Seen(1, 3, 1, 3)),
-        # Both: the scaled x, tanh (kept as its own output and as the second's input, once).
-        (two_linear, "wv", Seen(2, 4, 2, 4)),
-        # Only the input is kept: x * w. Backward: it, the gradient of the layer's output, tanh, the product; then the
-        # gradient of the product, from which on the output's is gone; then input, tanh, product's gradient, v's, tanh's.
+        # Both: the scaled x, and tanh, which is kept as its own output and as the second's input, once.
+        # Backward: these two, the gradient of the second's output, its weight's and its input's.
+        (two_linear, "wv", Seen(2, 4, 2, 5)),
+        # Only the input is kept: x * w. Backward: it, tanh and the product again, the gradients of silu's output and
+        # input. When silu's are gone: x * w, tanh, and the gradients of the product, of v and of tanh.
         (recomputed, "wv", Seen(1, 3, 2, 5)),
         (recomputed, "w", Seen(1, 3, 1, 5)),
+        # silu keeps the product in two bytes. Forward: that, the last cast and the last product. Backward: that, the
+        # gradient in four bytes and in two.
+        (casts, "w", Seen(0.5, 2.5, 1, 2)),
     ],
 )
 def test_graphs_worked_out_by_hand(graph: Graph, trained: str, seen: Seen) -> None:
@@ -259,17 +260,10 @@ def test_graphs_worked_out_by_hand(graph: Graph, trained: str, seen: Seen) -> No
     assert in_torch(graph, chosen) == seen
 
 
-def test_casts_make_copies_both_ways() -> None:
-    """Half squares: the product in two bytes is kept by silu; its gradients are in two bytes until the cast."""
-    assert in_sizes(casts, [False, True, False, False]) == in_torch(casts, [False, True, False, False])
-    ledger = Ledger()
-    tape = Tape(ledger)
-    x = InSizes(tape).leaf(trained=True)
-    low = tape.cast(x, 2)
-    assert ledger.live == SQUARE + SQUARE // 2
-    assert tape.cast(low, 2) is low
-    tape.backward(low)
-    assert [block.size for block in ledger.since(0)] == [SQUARE, SQUARE // 2, SQUARE]  # x, low, x's gradient
+def test_a_cast_to_its_own_type_is_the_tensor_itself() -> None:
+    tape = Tape(Ledger())
+    x = tape.new("x", (4, 4), 2)
+    assert tape.cast(x, 2) is x
 
 
 # ------------------------------------------------------------------------------------------------------ any graph
@@ -278,9 +272,7 @@ ONE = st.sampled_from([("silu",), ("tanh",), ("scaled",), ("copy",)])
 TWO = st.tuples(st.sampled_from(["mul", "linear"]), st.booleans())
 RESIDUAL = st.tuples(st.just("add"), st.integers(0, 2))
 LAYER = st.lists(st.one_of(ONE, TWO, RESIDUAL), max_size=3)
-PROGRAMS = st.lists(
-    st.one_of(ONE, TWO, RESIDUAL, st.tuples(st.just("checkpoint"), LAYER)), min_size=1, max_size=6
-)
+PROGRAMS = st.lists(st.one_of(ONE, TWO, RESIDUAL, st.tuples(st.just("checkpoint"), LAYER)), min_size=1, max_size=6)
 
 
 def as_graph(program: list[tuple[Any, ...]]) -> Graph:
@@ -299,7 +291,7 @@ def as_graph(program: list[tuple[Any, ...]]) -> Graph:
                     x = getattr(o, verb)(x, v if rest[0] else w)
                 else:
                     x = getattr(o, verb)(x)
-                past = [*past[-2:], x]
+                past = [x] if verb == "checkpoint" else [*past[-2:], x]  # only a layer uses its input
             return x
 
         return o.total(o.mul(run(program, o.mul(x, w)), c))
@@ -307,7 +299,7 @@ def as_graph(program: list[tuple[Any, ...]]) -> Graph:
     return graph
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=3000, deadline=None)
 @given(PROGRAMS, st.booleans(), st.booleans())
 def test_any_chain_takes_what_torch_takes(program: list[tuple[Any, ...]], x: bool, v: bool) -> None:
     graph, trained = as_graph(program), [x, True, v, False]
@@ -331,15 +323,14 @@ def test_every_byte_leaves_the_ledger_with_the_last_tensor() -> None:
 def test_nothing_is_recorded_where_nothing_needs_a_gradient() -> None:
     tape = Tape(Ledger())
     x, w = tape.new("x", (4,), 4), InSizes(tape).leaf(trained=True)
-    assert tape.silent().__enter__() is None
-    assert tape.mul(w, w).source is None
-    tape.recording = True
+    with tape.silent():
+        assert tape.mul(w, w).source is None
     assert tape.scaled(x).source is None
     assert isinstance(tape.scaled(w).source, Node)
 
 
 def test_blocks_say_what_they_are() -> None:
-    """Activations in the forward pass, temporary ones in the backward pass, gradients once they are a weight's own."""
+    """Activations in the forward pass, temporary in the backward pass, gradients once they are a weight's own."""
     ledger = Ledger()
     tape = Tape(ledger)
     w = Parameter("layer.weight", (SIDE, SIDE), 4, trained=True)

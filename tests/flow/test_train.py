@@ -17,6 +17,7 @@ from finetune.recipe import Recipe
 from finetune.run import Run, open_run
 from finetune.train import train
 from tests.flow.conftest import METHODS, losses, recipe, write_rows
+from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -207,3 +208,20 @@ def test_a_finished_run_is_not_written_over(run: Run, base: Path, rows: Path) ->
     with pytest.raises(RunError, match="finished"):
         train(recipe(base, rows), output=run.folder)
     assert open_run(run.folder).finished
+
+
+def test_modules_to_save_are_trained_whole_and_merged(rows: Path, tmp_path: Path) -> None:
+    """An untied head beside the adapters: the run trains it, and the merge puts the trained one in its place."""
+    from safetensors.torch import load_file
+
+    base = tiny_model(tmp_path / "untied", tied=False)
+    method = "{kind: lora, rank: 4, alpha: 8, modules_to_save: [lm_head]}"
+    run = train(recipe(base, rows, method), output=tmp_path / "run")
+    saved = load_file(run.adapter / "adapter_model.safetensors")
+    trained = next(tensor for name, tensor in saved.items() if "lm_head" in name)
+    before = load_file(base / "model.safetensors")["lm_head.weight"]
+    assert trained.shape == before.shape
+    assert not torch.equal(trained, before.float())
+    merged = merge(run)
+    after = load_file(merged.folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(after, trained.to(after.dtype))
