@@ -15,7 +15,7 @@ from finetune.model import load_tokenizer
 from finetune.paths import Lengths
 from finetune.recipe import Recipe
 
-SAMPLE = 2000
+SAMPLE = 1000
 
 
 def read_lengths(recipe: Recipe, source: str | list[str] | None = None, sample: int = SAMPLE) -> Lengths:

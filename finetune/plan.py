@@ -40,7 +40,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted memory of one training step on one device, in bytes."""
+    """Predicted memory of one training step on one device, in bytes.
+
+    `tokens` are those of the whole training, over all devices; None while neither the rows nor the steps are known.
+    """
 
     model: str
     method: str
@@ -56,6 +59,7 @@ class Plan:
     speed: Speed | None
     host: tuple[Line, ...] = ()
     disk: tuple[Line, ...] = ()
+    tokens: int | None = None
     lengths: Lengths | None = None
 
     @property
@@ -67,6 +71,13 @@ class Plan:
     def total(self) -> int:
         """What the device must hold at the peak, with what lies outside of torch's allocator."""
         return self.account.peak + sum(line.bytes for line in self.outside)
+
+    @property
+    def hours(self) -> float | None:
+        """Estimated hours of training steps on all devices together, without evaluations and saves."""
+        if self.tokens is None or self.speed is None:
+            return None
+        return self.tokens / (self.speed.expected * self.device.count) / 3600
 
     @property
     def room(self) -> int:
@@ -106,6 +117,8 @@ class Plan:
             "host": [asdict(line) for line in self.host],
             "disk": [asdict(line) for line in self.disk],
             "speed": None if self.speed is None else _speed_document(self.speed),
+            "tokens": self.tokens,
+            "hours": self.hours,
             "lengths": None if self.lengths is None else _lengths_document(self.lengths),
         }
 
@@ -213,8 +226,17 @@ def planned(
         speed_of(recipe.method, facts, path, device, length, share),
         tuple(host_lines(recipe, facts, device, held, lengths)),
         tuple(disk_lines(recipe, facts, held)),
+        _all_tokens(recipe, batch, lengths),
         lengths,
     )
+
+
+def _all_tokens(recipe: Recipe, batch: Batch, lengths: Lengths | None) -> int | None:
+    """Tokens of the whole training."""
+    if recipe.train.steps is not None:
+        mean = lengths.mean if lengths else batch.tokens / int(recipe.train.micro_batch)
+        return int(recipe.train.steps * recipe.train.batch_size * mean)
+    return int(recipe.train.epochs * lengths.of * lengths.mean) if lengths else None
 
 
 def _outside(held: Account, device: Device) -> Iterator[Line]:

@@ -181,8 +181,16 @@ def speed_in_words(plan: Plan) -> str:
     speed = plan.speed
     return (
         f"~{_tokens(speed.expected)} tokens/s at {_whole_percent(speed.utilisation)} of the peak, at most "
-        f"{_tokens(speed.floor)}; {speed.flop_per_token / 1e9:,.2f} GFLOP a token."
+        f"{_tokens(speed.floor)}; {speed.flop_per_token / 1e9:,.2f} GFLOP a token{_duration(plan)}."
     )
+
+
+def _duration(plan: Plan) -> str:
+    """How long the training takes at that speed, where its tokens are known."""
+    if plan.hours is None or plan.tokens is None:
+        return ""
+    span = f"{plan.hours:,.1f} hours" if plan.hours >= 1 else f"{max(1, round(60 * plan.hours))} minutes"
+    return f"; about {span} for {plan.tokens:,} tokens"
 
 
 def host_in_words(plan: Plan) -> str:

@@ -218,7 +218,7 @@ class Tape:
                 del given
 
     def _accumulate(self, source: Node | Parameter, given: Tensor) -> None:
-        """Add a gradient to what is there: in place when nobody else holds one of the two."""
+        """Add a gradient to what is there: in place when nobody else holds that (torch's input_buffer.cpp)."""
         if isinstance(source, Parameter):
             if not source.trained:
                 return
@@ -234,9 +234,6 @@ class Tape:
             return
         assert source.grad is not None
         if source.grad.storage.users == 1:
-            return
-        if given.storage.users == 1:
-            source.grad = given
             return
         source.grad = self.new("gradient", given.shape, given.width)
 
