@@ -198,7 +198,8 @@ class Progress(TrainerCallback):
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.loss = self.rate = self.tokens = 0.0
+        self.loss: float | None = None
+        self.rate = self.tokens = 0.0
         self._at_start = 0
         self._bar: Any = None
 
@@ -235,7 +236,7 @@ class Progress(TrainerCallback):
         **_: Any,
     ) -> None:
         logs = logs or {}
-        self.loss = float(logs.get("loss", self.loss))
+        self.loss = float(logs["loss"]) if "loss" in logs else self.loss
         self.rate = float(logs.get("learning_rate", self.rate))
         if "num_tokens" in logs and self.clock.seconds:
             self.tokens = float(logs["num_tokens"]) / self.clock.seconds
@@ -255,7 +256,7 @@ class Progress(TrainerCallback):
         left = (state.max_steps - state.global_step) * self.clock.seconds / done if done else 0.0
         parts = [
             f"step {state.global_step}/{state.max_steps}",
-            f"loss {self.loss:.3f}",
+            "loss -" if self.loss is None else f"loss {self.loss:.3f}",
             f"lr {self.rate:.1e}",
             f"{self.tokens:,.0f} tok/s",
             f"{int(left) // 60}:{int(left) % 60:02d} left",

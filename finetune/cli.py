@@ -392,6 +392,7 @@ def _calm() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_TQDM", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of memory that was there before it
     warnings.filterwarnings("ignore")
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     handler = logging.StreamHandler()

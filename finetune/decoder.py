@@ -86,11 +86,13 @@ class _Decoder(Heads):
         weight = self._parameter(
             linear.name, (linear.out_features, linear.in_features), self.stored, trained=self.full
         )
-        a = b = None
+        a = b = magnitude = None
         if adapter is not None:
             a = self._parameter("adapter", (adapter.rank, linear.in_features), 4, trained=True)
             b = self._parameter("adapter", (linear.out_features, adapter.rank), 4, trained=True)
-        return Weight(weight, isinstance(self.method, QLoRA), a, b)
+            if getattr(self.method, "variant", "") == "dora":
+                magnitude = self._parameter("adapter", (linear.out_features,), 4, trained=True)
+        return Weight(weight, isinstance(self.method, QLoRA), a, b, magnitude)
 
     def _likely(self, layer: dict[str, Weight]) -> dict[str, Weight]:
         """A layer of another make, planned as Llama's with the model's own widths; its adapters where they may be."""
@@ -161,7 +163,7 @@ class _Decoder(Heads):
             earlier += (self.ledger.take(Block("gradients", "of earlier passes", 4 * _size(s))) for s in trained)
         kept = self._forward_backward()
         self.ledger.begin("optimizer")
-        self.ledger.passing(step_temporaries(self.path, trained), "optimizer step")
+        self.ledger.passing(step_temporaries(self.path, self.trained), "optimizer step")
         del kept
         for block in earlier:
             self.ledger.give(block)

@@ -128,7 +128,7 @@ def named_device(name: str) -> Device:
     if word == "auto":
         return this_device()
     if card := _named_card(name):
-        return _as_device(card, card, int(_CARDS[card].gib * GIB), _CARDS[card].capability)
+        return described(card, card, int(_CARDS[card].gib * GIB), _CARDS[card].capability)
     if size := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(gb|gib)", word):
         unit = GIB if size[2] == "gib" else 10**9
         return Device("cuda", name, int(float(size[1]) * unit), True)
@@ -164,7 +164,7 @@ def _near_cards(key: str) -> list[str]:
     return [keys[hit] for hit in difflib.get_close_matches(key, keys, n=1)]
 
 
-def _as_device(name: str, card: str | None, memory: int, capability: tuple[int, int]) -> Device:
+def described(name: str, card: str | None, memory: int, capability: tuple[int, int]) -> Device:
     """A card of this memory and capability, with the peaks of the table where it has them."""
     device = Device("cuda", name, memory, bf16=capability >= (8, 0), capability=capability)
     if card is None:
@@ -189,7 +189,7 @@ def _first_card() -> Device | None:
         memory, (major, minor) = int(mib) * 2**20, (int(part) for part in capability.split("."))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
-    return _as_device(name, known_card(name, memory), memory, (major, minor))
+    return described(name, known_card(name, memory), memory, (major, minor))
 
 
 def _cpu_has_bf16() -> bool:

@@ -25,6 +25,7 @@ class Weight(NamedTuple):
     packed: bool
     a: Parameter | None
     b: Parameter | None
+    magnitude: Parameter | None
 
 
 class Linears:
@@ -139,15 +140,45 @@ class Linears:
             result = tape.copy(result, what)  # peft clones a 4-bit layer's output
         casts = self.path.adapter_casts and not (layer.packed and self.low)
         inner = tape.cast(x, 4, "adapter input") if casts else x
-        narrow = self._matmul(inner, layer.a, "adapter, narrow")
+        if layer.magnitude is not None:
+            change = self._dora(result, inner, layer)
+        else:
+            change = tape.scaled(self._change(inner, layer), "adapter output")
         del inner
-        change = tape.scaled(self._matmul(narrow, layer.b, "adapter output"), "adapter output")
-        del narrow
         if layer.packed and not self.low:
             change = tape.cast(change, width)
         result = tape.add(result, change, what)
         del change
         return tape.cast(result, width, what)
+
+    def _change(self, x: Tensor, layer: Weight) -> Tensor:
+        """B A x."""
+        assert layer.a is not None
+        assert layer.b is not None
+        return self._matmul(self._matmul(x, layer.a, "adapter, narrow"), layer.b, "adapter output")
+
+    def _dora(self, base: Tensor, x: Tensor, layer: Weight) -> Tensor:
+        """(m - 1) W x + m s B A x with m = magnitude / ||W + s B A||, of whose norm no gradient is taken.
+
+        peft makes B A as a dense matrix for the norm, from an identity that it sends through the adapter.
+        """
+        tape, magnitude = self.tape, layer.magnitude
+        assert magnitude is not None
+        out, inner = layer.weight.shape
+        dense = [tape.new("identity for DoRA", (inner, inner), 4), tape.new("dense B A for DoRA", (out, inner), 4)]
+        unpacked = [4 * out * inner] if layer.packed or self.stored != 4 else []
+        tape.passing("DoRA's norm", 4 * out * inner, 4 * out * inner, *unpacked)
+        scale = tape.new("DoRA scale", (1, out), 4)
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            return [tape.new("gradient", magnitude.shape, 4)]
+
+        tape.record(scale, [magnitude], rule)
+        change = self._change(x, layer)
+        base = tape.mul(base, tape.scaled(scale), "DoRA, base")
+        change = tape.scaled(tape.mul(change, scale, "DoRA, adapter"), "DoRA, adapter")
+        del dense
+        return tape.add(base, change, "DoRA")
 
     def _plain(self, x: Tensor, layer: Weight, what: str) -> Tensor:
         return self._matmul(x, layer.weight, what)

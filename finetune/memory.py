@@ -109,7 +109,7 @@ def _state_line(name: str, optimizer: str, parts: list[tuple[int, list[int]]], *
     values = sum(size for size, _ in parts)
     count = moments(optimizer)
     if optimizer == "adafactor":
-        formula = "4 bytes x (rows + columns) of each weight"
+        formula = "4 bytes x (rows + columns + 1) of each weight"
     elif not count:
         formula = "no state"
     elif optimizer.endswith("8bit"):

@@ -76,6 +76,8 @@ def _in_4_bits(model: Any, method: QLoRA, compute: torch.dtype) -> None:
     import torch
     from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 
+    # peft knows a 4-bit weight by this name, and copies it for DoRA's first norm; a plain copy would lose its constants.
+    params = type("Params4bit", (torch.nn.Parameter,), {"__deepcopy__": lambda self, memo: self})
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, torch.nn.Linear) or layer is head:
@@ -86,10 +88,8 @@ def _in_4_bits(model: Any, method: QLoRA, compute: torch.dtype) -> None:
             compress_statistics=method.double_quant, quant_type=method.quant, device="meta",
         )  # fmt: skip
         packed.bias = layer.bias
-        # Params4bit quantises when it is moved; a plain parameter of the packed shape never does.
-        weight: Any = torch.nn.Parameter(
-            torch.empty((shape.numel() + 1) // 2, 1, dtype=torch.uint8), requires_grad=False
-        )
+        # bitsandbytes' own Params4bit quantises when it is moved; this one has the packed shape from the start.
+        weight: Any = params(torch.empty((shape.numel() + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
         weight.quant_state = _constants(shape, compute, method)
         weight.compress_statistics, weight.quant_type, weight.bnb_quantized = method.double_quant, method.quant, True
         packed.weight = weight

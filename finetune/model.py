@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import embedded, method
-from finetune.device import Device, cpu_device
+from finetune.device import Device, cpu_device, described, known_card
 from finetune.errors import FinetuneError, InputError, ModelError
 from finetune.facts import Facts
 from finetune.recipe import Full, QLoRA, Recipe
@@ -176,7 +177,10 @@ def real_device() -> Device:
             "Start as many processes as there are cards.",
         )
     card = torch.cuda.get_device_properties(index)
-    return Device("cuda", card.name, card.total_memory, card.major >= 8, processes)
+    capability = (int(card.major), int(card.minor))
+    memory = int(card.total_memory)
+    device = described(card.name, known_card(card.name, memory), memory, capability)
+    return replace(device, count=processes, multiprocessors=int(card.multi_processor_count))
 
 
 def training_device() -> str:

@@ -36,27 +36,38 @@ def is_paged(optimizer: str, size: int) -> bool:
 def state_sizes(optimizer: str, name: str, shape: Sequence[int]) -> list[int]:
     """Bytes of each tensor that the optimizer keeps for the trained tensor `name`."""
     size = math.prod(shape)
-    if optimizer == "adafactor":
+    if optimizer == "adafactor":  # with the root mean square of each weight
         if len(shape) < 2:
-            return [4 * size]
-        return [4 * (size // shape[-1]), 4 * (size // shape[-2])]
+            return [4 * size, 4]
+        return [4 * (size // shape[-1]), 4 * (size // shape[-2]), 4]
     count = moments(optimizer)
-    if not optimizer.endswith("8bit") or size < SMALL or group_of(name) == "embedding":
+    if not in_8_bits(optimizer, name, size):
         counter = [4] if optimizer == "adamw_torch_fused" else []  # others keep their step counters on the host
         return [4 * size] * count + counter
     return [size] * count + [4 * -(-size // BLOCK)] * count
 
 
-def step_temporaries(path: Path, shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Bytes that live at once inside `optimizer.step()` for fp32 tensors of these shapes.
+def in_8_bits(optimizer: str, name: str, size: int) -> bool:
+    """Whether the state of the tensor `name` of `size` values is kept in 8 bits."""
+    return optimizer.endswith("8bit") and size >= SMALL and group_of(name) != "embedding"
 
-    foreach AdamW (torch's default on CUDA) takes the root of all second moments at once; on a CPU it goes tensor by
-    tensor, with the root and the quotient of one. Fused and bitsandbytes' kernels work in place. transformers'
-    Adafactor holds the update and its square of one tensor.
+
+def step_temporaries(path: Path, trained: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+    """Bytes that live at once inside `optimizer.step()` for fp32 tensors of these names and shapes, in this order.
+
+    foreach AdamW (torch's default on CUDA) takes the root of all second moments at once. On a CPU it goes tensor by
+    tensor, as transformers' Adafactor does everywhere, with two temporaries of the tensor's size; one of the tensor
+    before is still held then. Fused and bitsandbytes' CUDA kernels work in place. bitsandbytes on a CPU (its
+    backends/cpu/ops.py) holds three temporaries for 32-bit state and five for 8-bit state, which it unpacks.
     """
-    sizes = [4 * math.prod(shape) for shape in shapes]
-    if path.optimizer == "adamw_torch":
-        return sizes if path.device == "cuda" else [max(sizes, default=0)] * 2
-    if path.optimizer == "adafactor":
-        return [max(sizes, default=0)] * 2
+    sizes = [4 * math.prod(shape) for _, shape in trained]
+    optimizer = path.optimizer
+    if optimizer == "adamw_torch" and path.device == "cuda":
+        return sizes
+    if optimizer in ("adamw_torch", "adafactor"):
+        groups = ([before, size, size] for before, size in zip([0, *sizes], sizes, strict=False))
+        return max(groups, key=sum, default=[])
+    if optimizer.endswith("bit") and path.device == "cpu":
+        wide = [5 if in_8_bits(optimizer, name, math.prod(shape)) else 3 for name, shape in trained]
+        return max(([size] * count for size, count in zip(sizes, wide, strict=True)), key=sum, default=[])
     return []

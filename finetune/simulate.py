@@ -97,6 +97,7 @@ def simulate(
             _step(watch, model, trained, ids, batch, path, copies, first=True)
         else:
             _create_state(watch, trained, path)
+            watch.take_workspaces()
         _step(watch, model, trained, ids, batch, path, copies, first=False)
     ledger.finish()
     result = Simulation(
@@ -169,7 +170,7 @@ def _step(
     ledger.begin("optimizer")
     if first:
         _create_state(watch, trained, path)
-    ledger.passing(step_temporaries(path, [tuple(p.shape) for p in trained.values()]), "optimizer step")
+    ledger.passing(step_temporaries(path, [(name, tuple(p.shape)) for name, p in trained.items()]), "optimizer step")
     for parameter in trained.values():
         parameter.grad = None
     del output
@@ -331,13 +332,21 @@ class Watch(TorchDispatchMode):
         for block in blocks:
             self.ledger.give(block)
 
+    def take_workspaces(self) -> None:
+        """Those of cuBLAS, which an earlier step would have taken."""
+        if self.path.device == "cuda":
+            for thread in ("forward", "backward"):
+                self._take_workspace(thread)
+
     def _workspace(self, name: str) -> None:
         """cuBLAS takes a workspace at the first product of each thread, and keeps it; backward has its own thread."""
         if name in kernels.PRODUCTS:
-            thread = "backward" if self.ledger.phase == "backward" else "forward"
-            if thread not in self._handles:
-                self._handles.add(thread)
-                self.ledger.take(Block("workspace", f"cuBLAS, {thread} thread", kernels.cublas_workspace(self.path)))
+            self._take_workspace("backward" if self.ledger.phase == "backward" else "forward")
+
+    def _take_workspace(self, thread: str) -> None:
+        if thread not in self._handles:
+            self._handles.add(thread)
+            self.ledger.take(Block("workspace", f"cuBLAS, {thread} thread", kernels.cublas_workspace(self.path)))
 
     def _in_place(self, function: Any, args: Any) -> Any:
         """Autograd adds a second gradient to the first in place when nobody else holds the first and it is no view.

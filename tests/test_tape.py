@@ -268,41 +268,49 @@ def test_a_cast_to_its_own_type_is_the_tensor_itself() -> None:
 
 # ------------------------------------------------------------------------------------------------------ any graph
 
+Program = list[tuple[Any, ...]]
 ONE = st.sampled_from([("silu",), ("tanh",), ("scaled",), ("copy",)])
-TWO = st.tuples(st.sampled_from(["mul", "linear"]), st.booleans())
-RESIDUAL = st.tuples(st.just("add"), st.integers(0, 2))
-LAYER = st.lists(st.one_of(ONE, TWO, RESIDUAL), max_size=3)
-PROGRAMS = st.lists(st.one_of(ONE, TWO, RESIDUAL, st.tuples(st.just("checkpoint"), LAYER)), min_size=1, max_size=6)
+WEIGHT = st.tuples(st.sampled_from(["mul", "linear"]), st.booleans())  # with a weight of its own, trained or not
+RESIDUAL = st.tuples(st.just("add"), st.integers(0, 2))  # of one of the last three values
+STEPS = st.one_of(ONE, WEIGHT, RESIDUAL)
+LAYER = st.tuples(st.just("checkpoint"), st.lists(STEPS, max_size=3))
+PROGRAMS = st.lists(st.one_of(STEPS, LAYER), min_size=1, max_size=6)
 
 
-def as_graph(program: list[tuple[Any, ...]]) -> Graph:
-    """A chain of operations on x, with weights w and v, and sums with one of the last three values."""
-
-    def graph(o: Any, x: Any, w: Any, v: Any, c: Any) -> Any:
-        def run(steps: list[tuple[Any, ...]], x: Any) -> Any:
-            past = [x]
-            for verb, *rest in steps:
-                if verb == "checkpoint":
-                    # torch runs a layer again only up to the last value it has to keep: here silu's input.
-                    x = o.checkpoint(lambda y, inner=rest[0]: o.silu(run(inner, y)), x)
-                elif verb == "add":
-                    x = o.add(x, past[rest[0] % len(past)])
-                elif rest:
-                    x = getattr(o, verb)(x, v if rest[0] else w)
-                else:
-                    x = getattr(o, verb)(x)
-                past = [x] if verb == "checkpoint" else [*past[-2:], x]  # only a layer uses its input
-            return x
-
-        return o.total(o.mul(run(program, o.mul(x, w)), c))
-
-    return graph
+def weights_of(program: Program) -> list[bool]:
+    """Whether each weight of a program is trained, in order."""
+    found: list[bool] = []
+    for verb, *rest in program:
+        found += weights_of(rest[0]) if verb == "checkpoint" else rest if verb in ("mul", "linear") else []
+    return found
 
 
-@settings(max_examples=3000, deadline=None)
-@given(PROGRAMS, st.booleans(), st.booleans())
-def test_any_chain_takes_what_torch_takes(program: list[tuple[Any, ...]], x: bool, v: bool) -> None:
-    graph, trained = as_graph(program), [x, True, v, False]
+def run(o: Any, program: Program, x: Any, weights: list[Any]) -> Any:
+    past = [x]
+    for verb, *rest in program:
+        if verb == "checkpoint":
+            own = [weights.pop(0) for _ in weights_of(rest[0])]
+            # torch runs a layer again only up to the last value it has to keep: here silu's input.
+            x = o.checkpoint(lambda y, inner=rest[0], own=own: o.silu(run(o, inner, y, list(own))), x)
+            past = [x]  # only the layer uses its input
+            continue
+        if verb == "add":
+            x = o.add(x, past[rest[0] % len(past)])
+        elif rest:
+            x = getattr(o, verb)(x, weights.pop(0))
+        else:
+            x = getattr(o, verb)(x)
+        past = [*past[-2:], x]
+    return x
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROGRAMS, st.booleans())
+def test_any_chain_takes_what_torch_takes(program: Program, x: bool) -> None:
+    def graph(o: Any, x: Any, w: Any, c: Any, *weights: Any) -> Any:
+        return o.total(o.mul(run(o, program, o.mul(x, w), list(weights)), c))
+
+    trained = [x, True, False, *weights_of(program)]
     assert in_sizes(graph, trained) == in_torch(graph, trained)
 
 
