@@ -156,10 +156,13 @@ def most_rows(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | N
     room = planned(recipe, facts, device, lengths).room
     if one > room:
         return 0
-    rows = 1 + (room - one) // max(two - one, 1)  # memory grows evenly with the rows
-    while rows > 1 and total(rows) > room:
-        rows -= max(1, rows // 50)
-    return int(rows)
+    low, high = 1, 2 + (room - one) // max(two - one, 1)  # about evenly, as long as rows are equally long
+    while total(high) <= room:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if total(middle) <= room else (low, middle)
+    return low
 
 
 def longest_row(recipe: Recipe, facts: Facts, device: Device) -> int:

@@ -76,7 +76,7 @@ def _in_4_bits(model: Any, method: QLoRA, compute: torch.dtype) -> None:
     import torch
     from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 
-    # peft knows a 4-bit weight by this name, and copies it for DoRA's first norm; a plain copy would lose its constants.
+    # peft knows a 4-bit weight by this name, and copies it for DoRA's first norm; its constants must stay with it.
     params = type("Params4bit", (torch.nn.Parameter,), {"__deepcopy__": lambda self, memo: self})
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):

@@ -191,8 +191,8 @@ def saved_tensors(method: LoRA | QLoRA, facts: Facts) -> list[Tensor]:
         tied = facts.tied and (name.rpartition(".")[2] == "lm_head" or any(_embeds(tensor) for tensor in hits))
         if tied:
             raise InputError(
-                f"{name} of {facts.model} is input embedding and output head in one, and a trained copy would be only "
-                "one of the two.",
+                f"{name} of {facts.model} is input embedding and output head in one, and a trained copy would be "
+                "only one of the two.",
                 "Take it out of method.modules_to_save, or train with method.kind: full.",
             )
         if not hits:

@@ -183,7 +183,9 @@ def test_a_recipe_cannot_be_changed() -> None:
          " repository."
          " It stands in quotes and is text; write false without them."),
         ("load.trust_remote_code", "0", "cannot be 0. Run Python code that comes with the model repository."),
-        ("train.checkpointing", "Off", "cannot be 'Off'. Recompute activations in the backward pass: auto, true, false, or n for every n-th layer only."
+        ("train.checkpointing", "Off",
+         "cannot be 'Off'. Recompute activations in the backward pass: auto, true, false,"
+         " or n for every n-th layer only."
          " 'Off' is text here; write false."),
         ("train.schedule", "NO", "cannot be 'NO'. Learning rate after the warm-up."),
         ("data.limit", "None", "cannot be 'None'. Use only the first rows of the training data."
