@@ -182,8 +182,10 @@ class _Decoder(Heads):
         self.ledger.begin("forward")
         loss, output = self._forward()
         self.ledger.begin("backward")
+        bucket = "temporary" if self.path.accumulates else "gradients"
         for shape in self.saved:  # whole modules beside the adapters: when their gradients come is not followed
-            self.lump_gradients.append(self.ledger.take(Block("gradients", "gradients", 4 * _size(shape))))
+            block = Block(bucket, "gradients of whole modules", 4 * _size(shape), shape, 4)
+            self.lump_gradients.append(self.ledger.take(block))
         tape.where = "backward of the loss"
         tape.backward(loss)
         self.mask = []

@@ -229,7 +229,11 @@ class Tape:
                 given = self.new("gradient", given.shape, given.width) if source.first_is_view else source.first
                 source.first = None
             if source.grad is None and not (self.accumulates and source.value is None):
-                given.storage.block.bucket, given.storage.block.what = "gradients", source.name
+                block = given.storage.block
+                if source.value is None:
+                    block.bucket, block.what = "gradients", source.name
+                else:
+                    block.bucket, block.what = "temporary", f"gradient of the {source.name}"
                 source.grad = given
             return
         assert source.grad is not None

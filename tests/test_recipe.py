@@ -136,7 +136,8 @@ def test_anchors_may_be_used() -> None:
 def test_four_bit_settings_exist_on_qlora_only() -> None:
     assert isinstance(read(GOOD.replace("lora", "qlora")).method, QLoRA)
     assert faults(field("method.double_quant", "true")) == [
-        "my.yaml:3: 'double_quant' is not known in 'method'; known are kind, rank, alpha, dropout, targets, variant, modules_to_save."
+        "my.yaml:3: 'double_quant' is not known in 'method'; known are kind, rank, alpha, dropout, targets, variant,"
+        " modules_to_save."
     ]
 
 
