@@ -212,6 +212,8 @@ class _Decoder(Heads):
                 self.lump = self._lump([*kept, *([entered] if entered.live else [])])
         tape.where = "the last norm"
         hidden = self._norm(hidden, self._norm_weight(self.full))
+        if not self.path.checkpointing:  # layers that run again need them again
+            self.mask = []
         tape.bucket, tape.where = "loss", "the loss"
         loss, output = self._loss(hidden)
         del beside
@@ -279,11 +281,13 @@ class _Decoder(Heads):
                 return [tape.new("gradient", table.shape, table.width)]
 
             tape.record(out, [table], rule)
-        elif self.path.input_grads:
+        if self.gemma:  # inside the embedding's own module
+            out = tape.scaled(out, "scaled embedding")
+        if not self.full and self.path.input_grads:
             leaf = Parameter("embedding output", shape, out.width, trained=True)
             leaf.value = Tensor(out.storage, shape, out.width)
             out.source = leaf
-        return tape.scaled(out, "scaled embedding") if self.gemma else out
+        return out
 
     def _masks(self, width: int) -> None:
         """The masks that transformers builds: for eager always, for sdpa when rows are padded or share one."""

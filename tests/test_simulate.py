@@ -203,7 +203,7 @@ def t4_rows() -> list[dict[str, str]]:
 
 
 def both_kinds() -> list[Any]:
-    """An eager one in 4 bits and one in 16 bits with the memory-efficient kernel; the other two take as long again."""
+    """An eager one in 4 bits and one in 16 bits with the memory-efficient kernel; the other two run in test-long."""
     quick = [("nf4", "eager"), ("none", "sdpa")]
     found = []
     for row in t4_rows():
