@@ -396,7 +396,7 @@ METHODS = st.one_of(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.sampled_from(MODELS), METHODS, st.sampled_from(["float32", "bfloat16"]))
 def test_weights_and_gradients_are_those_of_the_real_model(
     models: dict[str, Facts], name: str, method: Method, dtype: str
@@ -416,7 +416,14 @@ def test_weights_and_gradients_are_those_of_the_real_model(
     assert found["optimizer"] == 8 * sum(p.numel() for p in trained)
 
 
-@pytest.mark.parametrize("kind", [FULL, LoRA(kind="lora", rank=40), LoRA(kind="lora", variant="dora")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FULL,
+        pytest.param(LoRA(kind="lora", rank=40), marks=pytest.mark.long),
+        pytest.param(LoRA(kind="lora", variant="dora"), marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", get_args(Optimizer))
 def test_state_is_what_the_trainer_keeps(models: dict[str, Facts], tmp_path: Path, name: str, kind: Method) -> None:
     from transformers import Trainer, TrainingArguments
