@@ -119,7 +119,8 @@ def _attention(recipe: Recipe, device: Device) -> Attention:
         return "cpu"
     # torch's flash kernel needs 16-bit inputs and a card from 2020 on; older ones take the memory-efficient kernel.
     modern = device.capability is None or device.capability >= (8, 0)
-    return "flash" if modern and recipe.train.precision != "fp32" else "efficient"
+    wide = recipe.train.precision == "fp32" and recipe.load.dtype == "float32"
+    return "flash" if modern and not wide else "efficient"
 
 
 def in_words(path: Path, batch: Batch) -> str:

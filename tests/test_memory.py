@@ -15,6 +15,7 @@ from finetune.decoder import KNOWN, constant_sizes
 from finetune.device import Device
 from finetune.facts import Facts, facts_of, read_facts
 from finetune.memory import BUCKETS, PHASES, Line, account, static_lines
+from finetune.method import lora_config
 from finetune.model import load_model
 from finetune.plan import resolve
 from finetune.recipe import Data, Full, Load, LoRA, Method, Optimizer, QLoRA, Recipe
@@ -363,66 +364,80 @@ def loaded(facts: Facts, method: Method, dtype: str) -> Any:
 
 def weights_of(model: Any) -> int:
     """Bytes of all weights and of what bitsandbytes keeps beside them."""
-    constants = [
-        tensor
-        for module in model.modules()
-        if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None
-        for tensor in tensors_of(state)
-    ]
+    held = [getattr(getattr(module, "weight", None), "quant_state", None) for module in model.modules()]
+    states = {id(state): state for state in held if state is not None}  # an adapted layer shows its base's weight too
+    constants = [tensor for state in states.values() for tensor in tensors_of(state)]
     return sum(tensor.nbytes for tensor in [*model.parameters(), *constants])
 
 
 def backward(model: Any) -> None:
+    """As training runs it: products of fp32 copies beside 16-bit weights need autocast."""
     tokens = torch.arange(8)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-
-
-METHODS = st.one_of(
-    st.just(FULL),
-    st.builds(
-        lambda kind, **settings: kind(kind=kind.__name__.lower(), **settings),
-        st.sampled_from([LoRA, QLoRA]),
-        rank=st.sampled_from([1, 3, 8, 40]),
-        targets=st.one_of(
-            st.sampled_from(["qv", "attention", "attention+mlp"]),
-            st.lists(st.sampled_from([*NAMES, "layers.1.self_attn.q_proj"]), min_size=1, max_size=4, unique=True),
-        ),
-        variant=st.sampled_from(["lora", "rslora", "dora"]),
-        modules_to_save=st.sampled_from([[], [], ["model.norm"], ["lm_head"], ["embed_tokens", "lm_head"]]),
-    ),
-    st.builds(
-        lambda **settings: QLoRA(kind="qlora", **settings), rank=st.sampled_from([2, 16]), double_quant=st.booleans()
-    ),
-)
-
-
-@settings(max_examples=6, deadline=None)
-@given(st.sampled_from(MODELS), METHODS, st.sampled_from(["float32", "bfloat16"]))
-def test_weights_and_gradients_are_those_of_the_real_model(
-    models: dict[str, Facts], name: str, method: Method, dtype: str
-) -> None:
-    facts = models[name]
-    if isinstance(method, Full):
-        dtype = "float32"
-    elif facts.tied and {"lm_head", "embed_tokens"} & set(method.modules_to_save):
-        method = method.model_copy(update={"modules_to_save": []})  # refused: one weight cannot be both
-    model = loaded(facts, method, dtype)
-    backward(model)
-    found = static(method, facts, dtype)
-    assert found["weights"] == weights_of(model)
-    assert found["gradients"] == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert found["gradients"] == sum(p.nbytes for p in trained)
-    assert found["optimizer"] == 8 * sum(p.numel() for p in trained)
+    with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("name", "method", "dtype"),
     [
-        FULL,
-        pytest.param(LoRA(kind="lora", rank=40), marks=pytest.mark.long),
-        pytest.param(LoRA(kind="lora", variant="dora"), marks=pytest.mark.long),
+        ("llama, tied", FULL, "float32"),
+        ("qwen2, untied", FULL, "float32"),
+        ("llama, untied", LoRA(kind="lora", rank=1, targets="qv"), "bfloat16"),
+        ("gemma2, tied", LoRA(kind="lora", rank=40, variant="dora", modules_to_save=["model.norm"]), "float32"),
+        ("qwen2, untied", LoRA(kind="lora", modules_to_save=["embed_tokens", "lm_head"]), "bfloat16"),
+        ("qwen2, tied", QLoRA(kind="qlora", rank=3, targets=["o_proj", "down_proj"], variant="dora"), "float32"),
+        ("llama, untied", QLoRA(kind="qlora", double_quant=False, modules_to_save=["lm_head"]), "bfloat16"),
     ],
+)
+def test_weights_and_gradients_are_those_of_the_real_model(
+    models: dict[str, Facts], name: str, method: Method, dtype: str
+) -> None:
+    found = static(method, models[name], dtype)
+    model = loaded(models[name], method, dtype)
+    assert found["weights"] == weights_of(model)
+    backward(model)
+    assert found["gradients"] == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+ADAPTERS = st.builds(
+    LoRA,
+    kind=st.just("lora"),
+    rank=st.integers(1, 64),
+    targets=st.one_of(
+        st.sampled_from(["qv", "attention", "attention+mlp"]),
+        st.lists(st.sampled_from([*NAMES, "layers.1.self_attn.q_proj"]), min_size=1, max_size=4, unique=True),
+    ),
+    variant=st.sampled_from(["lora", "rslora", "dora"]),
+    modules_to_save=st.lists(st.sampled_from(["model.norm", "lm_head", "embed_tokens"]), max_size=2, unique=True),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(MODELS), ADAPTERS, st.sampled_from(["float32", "bfloat16"]))
+def test_any_adapter_takes_what_peft_makes_of_it(
+    models: dict[str, Facts], name: str, method: LoRA, dtype: str
+) -> None:
+    """peft's own model, without numbers in it."""
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = models[name]
+    if facts.tied and method.modules_to_save:
+        method = method.model_copy(update={"modules_to_save": ["model.norm"]})  # the others are one weight: refused
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(facts.model), dtype=getattr(torch, dtype))
+        frozen = sum(p.nbytes for p in base.parameters())
+        model = get_peft_model(base, lora_config(method, facts))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert static(method, facts, dtype) == {
+        **dict.fromkeys(BUCKETS, 0),
+        "weights": frozen + 4 * trained, "gradients": 4 * trained, "optimizer": 8 * trained,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [FULL, pytest.param(LoRA(kind="lora", rank=50, targets="qv", variant="dora"), marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("name", get_args(Optimizer))
 def test_state_is_what_the_trainer_keeps(models: dict[str, Facts], tmp_path: Path, name: str, kind: Method) -> None:

@@ -280,7 +280,7 @@ def made_up(*names: str) -> Facts:
 def test_a_strategy_that_does_not_suit():
     odd = made_up("mixer.w_in", "mixer.w_out")
     for strategy in STRATEGIES:
-        with pytest.raises(InputError, match="Linear layers are w_in, w_out") as caught:
+        with pytest.raises(InputError, match="which has w_in, w_out") as caught:
             target_modules(lora(targets=strategy), odd)
         assert "method.targets" in caught.value.hint
     assert target_modules(lora(targets=["w_in"]), odd) == ("w_in",)

@@ -14,7 +14,7 @@ import torch
 from finetune.device import Device, named_device
 from finetune.facts import Facts, facts_of, read_facts
 from finetune.fast.head import IGNORED, supervised_loss
-from finetune.measure import Gauge
+from finetune.measure import Gauge, live_bytes
 from finetune.memory import account
 from finetune.meta import meta_model, model_config
 from finetune.method import lora_config, trainable_parameters
@@ -53,6 +53,7 @@ def real_step(facts: Facts, method: Method, batch: Batch, path: StepPath) -> tup
     """The measured peak of the second of two optimizer steps, run plainly, and the batch with its real labels."""
     from transformers import AutoModelForCausalLM
 
+    before = live_bytes()  # what other tests have left alive
     torch.manual_seed(0)
     config = model_config(facts)
     config._attn_implementation = "eager" if path.attention == "eager" else "sdpa"
@@ -92,7 +93,7 @@ def real_step(facts: Facts, method: Method, batch: Batch, path: StepPath) -> tup
     step()
     with Gauge("cpu") as gauge:
         step()
-    return gauge.peak, dataclasses.replace(batch, supervised=int((labels[:, 1:] != IGNORED).sum()))
+    return gauge.peak - before, dataclasses.replace(batch, supervised=int((labels[:, 1:] != IGNORED).sum()))
 
 
 def pack(model: Any, method: QLoRA) -> None:

@@ -1,0 +1,185 @@
+"""The path and the micro-batch that the plan and the trainer share: by device, recipe and the rows' lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.device import Device, named_device
+from finetune.facts import Facts, read_facts
+from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, lies_flat, loss_of, path_of
+from finetune.plan import resolve
+from finetune.recipe import Recipe, parse_recipe
+from finetune.steps import Batch
+
+SMALL, LLAMA, GEMMA = "smollm2-135m", "meta-llama/Llama-2-7b-hf", "google/gemma-2-2b"
+CPU = Device("cpu", "CPU", 16 * 2**30, bf16=False)
+H100, T4 = named_device("h100"), named_device("t4")
+
+
+def settled(model: str, device: Device, kind: str = "lora", **sets: Any) -> tuple[Recipe, Facts]:
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in sets.items()]
+    recipe = parse_recipe(f"model: {model}\nmethod: {{kind: {kind}}}\ndata: {{train: x}}\n", "recipe", overrides)
+    facts = read_facts(model)
+    return resolve(recipe, facts, device)[0], facts
+
+
+# -------------------------------------------------------------------------------------------------------- lengths
+
+PAIRS = st.lists(
+    st.integers(1, 5000).flatmap(lambda tokens: st.tuples(st.just(tokens), st.integers(0, tokens))),
+    min_size=1, max_size=60,
+)  # fmt: skip
+
+
+@given(PAIRS, st.integers(1, 12))
+def test_a_histogram_counts_every_row_once(pairs: list[tuple[int, int]], bins: int) -> None:
+    lengths = Lengths.read(pairs, "rows")
+    found = lengths.histogram(bins)
+    assert len(found) == bins
+    assert sum(count for _, count in found) == len(pairs)
+    ends = [0, *(end for end, _ in found)]
+    widths = {after - before for before, after in zip(ends, ends[1:], strict=False)}
+    assert len(widths) == 1
+    assert ends[-1] >= lengths.longest
+    for (end, count), start in zip(found, ends, strict=False):
+        assert count == sum(start < tokens <= end for tokens, _ in pairs)
+
+
+@given(PAIRS)
+def test_lengths_are_in_order_and_lose_nothing(pairs: list[tuple[int, int]]) -> None:
+    lengths = Lengths.read(pairs, "rows")
+    assert sorted(lengths.pairs) == sorted(pairs)
+    tokens = [count for count, _ in lengths.pairs]
+    assert tokens == sorted(tokens, reverse=True)
+    assert lengths.longest == max(tokens)
+    assert lengths.mean == sum(tokens) / len(tokens)
+    assert 0 <= lengths.trained_share <= 1
+    assert (lengths.of, Lengths.read(pairs, "rows", 1000).of) == (len(pairs), 1000)
+
+
+# ----------------------------------------------------------------------------------------------------- micro-batch
+
+ROWS = Lengths.read([(100, 40), (300, 20), (200, 199)], "rows")
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "micro", "batch"),
+    [
+        # The longest first; their trained tokens are counted, a row's first position gives no loss.
+        (H100, LLAMA, 1, Batch(1, 300, 20)),
+        (H100, LLAMA, 2, Batch(2, 300, 219, padded=True)),
+        (H100, LLAMA, 4, Batch(4, 300, 20 + 199 + 40 + 40, padded=True)),  # fewer rows than asked: the last again
+        (CPU, SMALL, 1, Batch(1, 300, 20)),
+        (CPU, SMALL, 2, Batch(1, 500, 219, flat=True)),
+        (CPU, SMALL, 4, Batch(1, 300 + 200 + 100 + 100, 299, flat=True)),
+    ],
+)
+def test_the_longest_rows_meet(device: Device, model: str, micro: int, batch: Batch) -> None:
+    recipe, facts = settled(model, device, train__micro_batch=micro)
+    assert batch_of(recipe, facts, device, ROWS) == batch
+
+
+def test_rows_are_no_longer_than_the_recipe_lets_them_be() -> None:
+    recipe, facts = settled(LLAMA, H100, train__micro_batch=2, data__max_length=150)
+    assert batch_of(recipe, facts, H100, ROWS) == Batch(2, 150, 20 + 149)  # both cut, so none is padded
+
+
+@pytest.mark.parametrize(("asked", "length"), [(100, 100), (4096, 4096), (9000, 4096)])
+def test_unknown_rows_are_as_long_as_recipe_and_model_allow(asked: int, length: int) -> None:
+    recipe, facts = settled(LLAMA, H100, train__micro_batch=2, data__max_length=asked)
+    assert batch_of(recipe, facts, H100) == Batch(2, length, 2 * (length - 1))
+
+
+def test_rows_that_train_nothing_still_make_a_batch() -> None:
+    recipe, facts = settled(LLAMA, H100, train__micro_batch=1)
+    assert batch_of(recipe, facts, H100, Lengths.read([(5, 0)], "rows")).supervised == 1
+
+
+def test_rows_lie_flat_on_a_cpu_when_the_model_keeps_them_apart() -> None:
+    for family in KEEPS_ROWS_APART:
+        assert [lies_flat(family, CPU, micro) for micro in (1, 2)] == [False, True]
+        assert not lies_flat(family, H100, 8)
+    assert not lies_flat("gpt2", CPU, 8)
+
+
+# ------------------------------------------------------------------------------------------------------------ path
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "sets", "expected"),
+    [
+        (H100, LLAMA, {}, ("bfloat16", "bfloat16", "flash", "tiled")),
+        (H100, LLAMA, {"train__precision": "fp32"}, ("bfloat16", None, "flash", "tiled")),
+        (
+            H100,
+            LLAMA,
+            {"train__precision": "fp32", "load__dtype": "float32"},
+            ("float32", None, "efficient", "tiled"),
+        ),
+        (H100, LLAMA, {"load__attention": "eager"}, ("bfloat16", "bfloat16", "eager", "tiled")),
+        (H100, GEMMA, {}, ("bfloat16", "bfloat16", "eager", "tiled")),
+        (T4, LLAMA, {}, ("float16", "float16", "efficient", "tiled")),
+        (named_device("24GB"), LLAMA, {}, ("bfloat16", "bfloat16", "flash", "tiled")),
+        (CPU, SMALL, {}, ("float32", None, "cpu", "supervised")),
+        (CPU, SMALL, {"load__attention": "eager"}, ("float32", None, "eager", "supervised")),
+    ],
+)
+def test_types_kernels_and_loss(
+    device: Device, model: str, sets: dict[str, str], expected: tuple[str, str | None, str, str]
+) -> None:
+    recipe, facts = settled(model, device, **sets)
+    path = path_of(recipe, facts, device)
+    assert (path.weights, path.autocast, path.attention, path.loss) == expected
+    assert path.loss == loss_of(device)
+    assert (path.device, path.optimizer) == (device.kind, recipe.train.optimizer)
+
+
+def test_full_fine_tuning_is_in_fp32_under_autocast() -> None:
+    recipe, facts = settled(LLAMA, H100, "full")
+    path = path_of(recipe, facts, H100)
+    assert (path.weights, path.autocast) == ("float32", "bfloat16")
+
+
+def test_the_card_says_which_kernels_libraries_take() -> None:
+    recipe, facts = settled(LLAMA, T4)
+    path = path_of(recipe, facts, T4)
+    assert (path.capability, path.multiprocessors) == ((7, 5), 40)
+
+
+@pytest.mark.parametrize(("said", "every"), [("false", 0), ("true", 1), ("2", 2), ("7", 7)])
+def test_recomputed_layers_need_a_gradient_at_the_embedding(said: str, every: int) -> None:
+    recipe, facts = settled(LLAMA, H100, train__checkpointing=said)
+    path = path_of(recipe, facts, H100)
+    assert (path.checkpointing, path.input_grads) == (every, every > 0)
+
+
+@pytest.mark.parametrize(
+    ("micro", "batch", "count", "accumulates"),
+    [(4, 16, 1, True), (16, 16, 1, False), (4, 16, 4, False), (4, 16, 2, True), (1, 1, 1, False)],
+)
+def test_gradients_wait_when_a_step_takes_several_passes(
+    micro: int, batch: int, count: int, accumulates: bool
+) -> None:
+    device = Device("cuda", "h100", 80 * 2**30, bf16=True, count=count)
+    recipe, facts = settled(SMALL, device, train__micro_batch=micro, train__batch_size=batch)
+    assert path_of(recipe, facts, device).accumulates is accumulates
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "batch", "words"),
+    [
+        (H100, LLAMA, Batch(2, 9, 9),
+         "the flash attention kernel, TRL's loss head in tiles, rows of one length, bfloat16 products"),
+        (CPU, SMALL, Batch(1, 9, 9, flat=True),
+         "torch's CPU attention kernel, logits of supervised rows only, rows laid end to end, float32 throughout"),
+        (H100, GEMMA, Batch(2, 9, 9, padded=True),
+         "eager attention (scores in full), TRL's loss head in tiles, rows padded to the longest, bfloat16 products"),
+    ],
+)  # fmt: skip
+def test_what_is_planned_is_said_in_a_sentence(device: Device, model: str, batch: Batch, words: str) -> None:
+    recipe, facts = settled(model, device)
+    assert in_words(path_of(recipe, facts, device), batch) == words
