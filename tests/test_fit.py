@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.device import named_device
-from finetune.facts import read_facts
-from finetune.fit import fit, longest_row, most_rows
+from finetune.device import Device, named_device
+from finetune.facts import Facts, read_facts
+from finetune.fit import Fit, fit, longest_row, most_rows
+from finetune.paths import Lengths
 from finetune.plan import changed, planned, resolve
-from finetune.recipe import Recipe, load_recipe, shipped_recipes
+from finetune.recipe import Full, LoRA, QLoRA, Recipe, load_recipe, shipped_recipes
 
 ORDER = (
     "train.micro_batch", "load.attention", "train.optimizer", "train.checkpointing", "method", "method.targets",
@@ -90,3 +94,123 @@ def test_a_model_that_cannot_fit_at_all() -> None:
     facts = read_facts(recipe.model)
     assert not fit(recipe, facts, device).plan.fits
     assert (most_rows(recipe, facts, device), longest_row(recipe, facts, device)) == (0, 0)
+
+
+# ---------------------------------------------------------------------------------------- any recipe, on any device
+
+ASKED = st.lists(
+    st.one_of(
+        st.sampled_from([1, 2, 4, 8, 16]).map(lambda n: f"train.micro_batch={n}"),
+        st.sampled_from(["false", "true", "2", "3", "7"]).map(lambda n: f"train.checkpointing={n}"),
+        st.sampled_from(["sgd", "adafactor", "adamw_8bit", "adamw_torch", "paged_adamw_32bit"]).map(
+            lambda name: f"train.optimizer={name}"
+        ),
+        st.sampled_from([100, 300, 1000, 4096]).map(lambda n: f"data.max_length={n}"),
+        st.just("load.attention=eager"),
+    ),
+    max_size=3,
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Recipe, Facts, Device]:
+    """A resolved recipe and a device that is about its size or too small."""
+    name = draw(st.sampled_from(sorted(shipped_recipes())))
+    small = name.startswith("smollm2")
+    recipe = load_recipe(name, ["train.batch_size=16", *draw(ASKED)])
+    size = draw(st.floats(1.0, 6.0) if small else st.floats(3.0, 60.0))
+    device = named_device(f"{size:.2f}GB")
+    if small and draw(st.booleans()):
+        device = Device("cpu", "CPU", int(size * 1e9), bf16=False)
+    facts = read_facts(recipe.model)
+    return resolve(recipe, facts, device)[0], facts, device
+
+
+def with_only(fields: Iterable[str], before: Recipe, answer: Recipe) -> Recipe:
+    """The recipe before with some fields of the answer; what a new adapter leaves open has its defaults."""
+    fields = list(fields)
+    recipe = before
+    if "method" in fields:
+        old = before.method
+        if isinstance(old, Full):
+            own = type(answer.method)(kind=answer.method.kind)  # type: ignore[arg-type]
+        else:
+            own = QLoRA(kind="qlora", **{**old.model_dump(), "kind": "qlora"})
+        if isinstance(own, QLoRA) and isinstance(answer.method, QLoRA):
+            own = own.model_copy(update={"compute_dtype": answer.method.compute_dtype})
+        recipe = recipe.model_copy(update={"method": own})
+        if isinstance(old, Full):
+            recipe = changed(recipe, "load.dtype", answer.load.dtype)
+    for field in fields:
+        part, _, name = field.partition(".")
+        if field != "method" and not (part == "method" and isinstance(recipe.method, Full)):
+            recipe = changed(recipe, field, getattr(getattr(answer, part), name))
+    return recipe
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_what_is_needed_is_all_of_it_and_nothing_more(problem: tuple[Recipe, Facts, Device]) -> None:
+    recipe, facts, device = problem
+    answer = fit(recipe, facts, device)
+    if planned(recipe, facts, device).fits or not answer.plan.fits:
+        return
+    assert with_only(answer.needed, recipe, answer.recipe) == answer.recipe
+    for field in answer.needed:
+        fewer = [other for other in answer.needed if other != field]
+        assert not planned(with_only(fewer, recipe, answer.recipe), facts, device).fits, field
+
+
+def walked(answer: Fit, before: Recipe) -> list[Recipe]:
+    """The recipes on the way, each with one change more."""
+    found = [before]
+    for change in answer.changes:
+        recipe, value = found[-1], change.value
+        if change.field == "method":
+            kind: Any = {"lora": LoRA, "qlora": QLoRA}[value]
+            own = {} if isinstance(recipe.method, Full) else recipe.method.model_dump()
+            half = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[recipe.train.precision]
+            extra = {"compute_dtype": half} if value == "qlora" else {}
+            if isinstance(recipe.method, Full):
+                recipe = changed(recipe, "load.dtype", half)
+            recipe = recipe.model_copy(update={"method": kind(**{**own, "kind": value, **extra})})
+        else:
+            recipe = changed(recipe, change.field, value)
+        found.append(recipe)
+    return found[1:]
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_changes_come_in_order_and_give_what_they_say(problem: tuple[Recipe, Facts, Device]) -> None:
+    recipe, facts, device = problem
+    answer = fit(recipe, facts, device)
+    places = [ORDER.index(change.field) for change in answer.changes]
+    assert places == sorted(places)
+    for change, there in zip(answer.changes, walked(answer, recipe), strict=True):
+        found = planned(there, facts, device)
+        assert (change.together, change.fits) == (found.total, found.fits)
+        assert change.cost
+    assert not any(change.fits for change in answer.changes[:-1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    problems(),
+    st.one_of(st.none(), st.lists(st.tuples(st.integers(2, 900), st.just(1)), min_size=1, max_size=30)),
+)
+def test_rows_and_lengths_that_would_fit_are_the_most(
+    problem: tuple[Recipe, Facts, Device], pairs: list[tuple[int, int]] | None
+) -> None:
+    recipe, facts, device = problem
+    lengths = Lengths.read(pairs, "rows") if pairs else None
+
+    def fits(field: str, value: int, rows: Lengths | None, start: Recipe) -> bool:
+        return planned(changed(start, field, value), facts, device, rows).fits
+
+    rows = most_rows(recipe, facts, device, lengths)
+    assert rows == 0 or fits("train.micro_batch", rows, lengths, recipe)
+    assert not fits("train.micro_batch", rows + 1, lengths, recipe)
+    longest, alone = longest_row(recipe, facts, device), changed(recipe, "train.micro_batch", 1)
+    assert longest == 0 or fits("data.max_length", longest, None, alone)
+    assert longest == facts.max_position or not fits("data.max_length", longest + 64, None, alone)

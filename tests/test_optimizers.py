@@ -39,6 +39,8 @@ def real(name: str, parameters: list[nn.Parameter]) -> Any:
         "adafactor": lambda: Adafactor(parameters, scale_parameter=False, relative_step=False, lr=1e-3),
         "sgd": lambda: torch.optim.SGD(parameters, lr=0.1),
     }
+    # Overrides are kept by a parameter's address; one of another test's may have had the same.
+    bnb.GlobalOptimManager.get_instance().initialize()
     return makers[name]()
 
 

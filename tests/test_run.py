@@ -96,7 +96,9 @@ def test_another_recipe_is_refused_with_the_fields_that_differ(run: Run) -> None
 
 
 def test_another_method_names_what_it_has_more_or_less(run: Run) -> None:
-    with pytest.raises(RunError, match=r"\(method\.alpha, method\.dropout, method\.kind, method\.modules_to_save, method\.rank, "):
+    with pytest.raises(
+        RunError, match=r"\(method\.alpha, method\.dropout, method\.kind, method\.modules_to_save, method\.rank, "
+    ):
         open_or_create(recipe("method={kind: full}"), "x", run.folder)
 
 
