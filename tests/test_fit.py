@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +27,7 @@ def resolved(name: str, gigabytes: float, **sets: object) -> Recipe:
     return resolve(recipe, read_facts(recipe.model), named_device(f"{gigabytes}GB"))[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(n for n in shipped_recipes() if "smollm2" not in n)), st.integers(2, 90))
 def test_every_answer_fits_or_says_that_nothing_does(name: str, gigabytes: int) -> None:
     recipe, device = resolved(name, gigabytes), named_device(f"{gigabytes}GB")
@@ -112,18 +112,29 @@ ASKED = st.lists(
 )
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Recipe, Facts, Device]:
-    """A resolved recipe and a device that is about its size or too small."""
-    name = draw(st.sampled_from(sorted(shipped_recipes())))
-    small = name.startswith("smollm2")
-    recipe = load_recipe(name, ["train.batch_size=16", *draw(ASKED)])
-    size = draw(st.floats(1.0, 6.0) if small else st.floats(3.0, 60.0))
-    device = named_device(f"{size:.2f}GB")
-    if small and draw(st.booleans()):
-        device = Device("cpu", "CPU", int(size * 1e9), bf16=False)
-    facts = read_facts(recipe.model)
-    return resolve(recipe, facts, device)[0], facts, device
+class Problem(NamedTuple):
+    """A shipped recipe with settings, and a device that is about its size or too small."""
+
+    name: str
+    asked: list[str]
+    gigabytes: float
+    on_a_cpu: bool
+
+    def posed(self) -> tuple[Recipe, Facts, Device]:
+        """With every "auto" answered."""
+        recipe = load_recipe(self.name, ["train.batch_size=16", *self.asked])
+        device = named_device(f"{self.gigabytes:.2f}GB")
+        if self.on_a_cpu:
+            device = Device("cpu", "CPU", int(self.gigabytes * 1e9), bf16=False)
+        facts = read_facts(recipe.model)
+        return resolve(recipe, facts, device)[0], facts, device
+
+
+LARGE, SMALL = ([n for n in sorted(shipped_recipes()) if n.startswith("smollm2") == small] for small in (False, True))
+PROBLEMS = st.one_of(
+    st.builds(Problem, st.sampled_from(LARGE), ASKED, st.floats(3, 60), st.just(False)),
+    st.builds(Problem, st.sampled_from(SMALL), ASKED, st.floats(1, 6), st.booleans()),
+)
 
 
 def with_only(fields: Iterable[str], before: Recipe, answer: Recipe) -> Recipe:
@@ -148,10 +159,11 @@ def with_only(fields: Iterable[str], before: Recipe, answer: Recipe) -> Recipe:
     return recipe
 
 
-@settings(max_examples=40, deadline=None)
-@given(problems())
-def test_what_is_needed_is_all_of_it_and_nothing_more(problem: tuple[Recipe, Facts, Device]) -> None:
-    recipe, facts, device = problem
+@pytest.mark.long
+@settings(max_examples=12, deadline=None)
+@given(PROBLEMS)
+def test_what_is_needed_is_all_of_it_and_nothing_more(problem: Problem) -> None:
+    recipe, facts, device = problem.posed()
     answer = fit(recipe, facts, device)
     if planned(recipe, facts, device).fits or not answer.plan.fits:
         return
@@ -180,10 +192,10 @@ def walked(answer: Fit, before: Recipe) -> list[Recipe]:
     return found[1:]
 
 
-@settings(max_examples=30, deadline=None)
-@given(problems())
-def test_changes_come_in_order_and_give_what_they_say(problem: tuple[Recipe, Facts, Device]) -> None:
-    recipe, facts, device = problem
+@settings(max_examples=12, deadline=None)
+@given(PROBLEMS)
+def test_changes_come_in_order_and_give_what_they_say(problem: Problem) -> None:
+    recipe, facts, device = problem.posed()
     answer = fit(recipe, facts, device)
     places = [ORDER.index(change.field) for change in answer.changes]
     assert places == sorted(places)
@@ -194,15 +206,13 @@ def test_changes_come_in_order_and_give_what_they_say(problem: tuple[Recipe, Fac
     assert not any(change.fits for change in answer.changes[:-1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
-    problems(),
+    PROBLEMS,
     st.one_of(st.none(), st.lists(st.tuples(st.integers(2, 900), st.just(1)), min_size=1, max_size=30)),
 )
-def test_rows_and_lengths_that_would_fit_are_the_most(
-    problem: tuple[Recipe, Facts, Device], pairs: list[tuple[int, int]] | None
-) -> None:
-    recipe, facts, device = problem
+def test_rows_and_lengths_that_would_fit_are_the_most(problem: Problem, pairs: list[tuple[int, int]] | None) -> None:
+    recipe, facts, device = problem.posed()
     lengths = Lengths.read(pairs, "rows") if pairs else None
 
     def fits(field: str, value: int, rows: Lengths | None, start: Recipe) -> bool:
