@@ -46,8 +46,13 @@ def per_gpu(plan: Plan, facts: Facts, strategy: str, gpus: int) -> list[Line]:
 
 def _with_spare(lines: list[Line]) -> list[Line]:
     """The lines and the allocator's spare pieces, by the plan's own rule for what comes and goes."""
-    moving = sum(line.alive for line in lines if line.bucket not in ("weights", "outside"))
+    moving = sum(line.alive for line in lines if line.bucket != "outside" and not _lies_there(line))
     return [*lines, spare_line(moving)]
+
+
+def _lies_there(line: Line) -> bool:
+    """Whether it is there before the first step; autocast's copies of weights come and go."""
+    return line.bucket == "weights" and "copies" not in line.name
 
 
 def _lines(plan: Plan, facts: Facts, strategy: str, gpus: int) -> Iterator[Line]:
@@ -75,7 +80,7 @@ def _lines(plan: Plan, facts: Facts, strategy: str, gpus: int) -> Iterator[Line]
 
 def _largest_layer(plan: Plan, facts: Facts) -> int:
     """Bytes of one decoder layer's weights as they lie in memory, or of embedding and head, whichever is larger."""
-    weights = sum(line.bytes for line in plan.lines if line.bucket == "weights" and "copies" not in line.name)
+    weights = sum(line.bytes for line in plan.lines if _lies_there(line))
     inside = sum(tensor.size for tensor in facts.tensors if layer_of(tensor.name) is not None)
     one = inside / max(facts.layers, 1) / facts.parameters
     return int(weights * one)

@@ -108,6 +108,15 @@ def test_of_equal_blocks_the_lowest_address_is_taken() -> None:
     assert [allocator.take(256 * KIB).address for _ in range(3)] == [pieces[n].address for n in (1, 3, 5)]
 
 
+def test_of_equal_blocks_in_two_segments_the_newer_one_is_taken() -> None:
+    """The driver hands out falling addresses."""
+    allocator = CachingAllocator()
+    older, newer = allocator.take(20 * MIB), allocator.take(20 * MIB)
+    allocator.give(newer)
+    allocator.give(older)
+    assert allocator.take(20 * MIB).address == newer.address < older.address
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
 def test_free_neighbours_become_one_block(order: tuple[int, ...]) -> None:
     allocator = CachingAllocator()

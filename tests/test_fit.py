@@ -27,7 +27,7 @@ def resolved(name: str, gigabytes: float, **sets: object) -> Recipe:
     return resolve(recipe, read_facts(recipe.model), named_device(f"{gigabytes}GB"))[0]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.sampled_from(sorted(n for n in shipped_recipes() if "smollm2" not in n)), st.integers(2, 90))
 def test_every_answer_fits_or_says_that_nothing_does(name: str, gigabytes: int) -> None:
     recipe, device = resolved(name, gigabytes), named_device(f"{gigabytes}GB")
@@ -146,7 +146,7 @@ def with_only(fields: Iterable[str], before: Recipe, answer: Recipe) -> Recipe:
         if isinstance(old, Full):
             own = type(answer.method)(kind=answer.method.kind)  # type: ignore[arg-type]
         else:
-            own = QLoRA(kind="qlora", **{**old.model_dump(), "kind": "qlora"})
+            own = QLoRA(**{**old.model_dump(), "kind": "qlora"})
         if isinstance(own, QLoRA) and isinstance(answer.method, QLoRA):
             own = own.model_copy(update={"compute_dtype": answer.method.compute_dtype})
         recipe = recipe.model_copy(update={"method": own})
@@ -159,8 +159,7 @@ def with_only(fields: Iterable[str], before: Recipe, answer: Recipe) -> Recipe:
     return recipe
 
 
-@pytest.mark.long
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(PROBLEMS)
 def test_what_is_needed_is_all_of_it_and_nothing_more(problem: Problem) -> None:
     recipe, facts, device = problem.posed()
@@ -192,7 +191,7 @@ def walked(answer: Fit, before: Recipe) -> list[Recipe]:
     return found[1:]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(PROBLEMS)
 def test_changes_come_in_order_and_give_what_they_say(problem: Problem) -> None:
     recipe, facts, device = problem.posed()
@@ -206,7 +205,7 @@ def test_changes_come_in_order_and_give_what_they_say(problem: Problem) -> None:
     assert not any(change.fits for change in answer.changes[:-1])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     PROBLEMS,
     st.one_of(st.none(), st.lists(st.tuples(st.integers(2, 900), st.just(1)), min_size=1, max_size=30)),

@@ -29,10 +29,9 @@ def settled(model: str, device: Device, kind: str = "lora", **sets: Any) -> tupl
 
 # -------------------------------------------------------------------------------------------------------- lengths
 
-PAIRS = st.lists(
-    st.integers(1, 5000).flatmap(lambda tokens: st.tuples(st.just(tokens), st.integers(0, tokens))),
-    min_size=1, max_size=60,
-)  # fmt: skip
+TOKENS = st.one_of(st.integers(1, 5000), st.integers(1, 24))
+ROW = TOKENS.flatmap(lambda tokens: st.tuples(st.just(tokens), st.integers(0, tokens)))
+PAIRS = st.lists(ROW, min_size=1, max_size=60)
 
 
 @given(PAIRS, st.integers(1, 12))
@@ -47,6 +46,11 @@ def test_a_histogram_counts_every_row_once(pairs: list[tuple[int, int]], bins: i
     assert ends[-1] >= lengths.longest
     for (end, count), start in zip(found, ends, strict=False):
         assert count == sum(start < tokens <= end for tokens, _ in pairs)
+
+
+def test_a_row_as_long_as_a_bin_s_end_is_in_that_bin() -> None:
+    lengths = Lengths.read([(tokens, 1) for tokens in (1, 10, 11, 20, 21, 40)], "rows")
+    assert lengths.histogram(4) == [(10, 2), (20, 2), (30, 1), (40, 1)]
 
 
 @given(PAIRS)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from finetune.device import _CARDS, Device, named_device
 from finetune.errors import DoesNotFit, InputError
 from finetune.facts import Facts, facts_of, read_facts
 from finetune.memory import BUCKETS
+from finetune.method import lora_config, trained_tensors
 from finetune.paths import Lengths
 from finetune.plan import Plan, plan, require_fit, resolve
-from finetune.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from finetune.recipe import Optimizer, Recipe, load_recipe, parse_recipe, shipped_recipes
 
 GIB = 2**30
 GEMMA, LLAMA, SMALL = "google/gemma-2-2b", "meta-llama/Llama-2-7b-hf", "smollm2-135m"
@@ -155,6 +158,124 @@ def test_an_unknown_architecture_keeps_exact_statics_and_says_estimate() -> None
     assert planned.trainable == trained
     assert whole(planned)["gradients"] == 4 * trained
     assert planned.total > planned.account.phases["load"]
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "gpt_neox", "starcoder2"])
+@pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
+def test_other_architectures_have_exact_statics_against_the_real_ones(model_type: str, kind: str) -> None:
+    """transformers' model and peft's adapters on meta tensors; the step itself is an estimate, and says so."""
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        model_type, vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    named = dict(model.named_parameters())
+    found = facts_of(model_type, config.to_dict(), {name: tuple(p.shape) for name, p in named.items()}, "F32")
+    assert found.parameters == sum(p.numel() for p in named.values())
+    asked = recipe(kind, model_type, train__optimizer="adamw_torch", train__micro_batch=1)
+    for device in (H100, CPU):
+        answer, planned = resolve(asked, found, device)
+        trained = found.parameters
+        if kind != "full":
+            with torch.device("meta"):
+                base = AutoModelForCausalLM.from_config(config)
+                adapted = get_peft_model(base, lora_config(answer.method, found))
+            trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        sizes = whole(planned)
+        assert planned.trainable == trained
+        assert (sizes["gradients"], sizes["optimizer"]) == (4 * trained, 8 * trained)
+        if kind != "qlora":
+            each = 2 if kind == "lora" and device is H100 else 4
+            frozen = 0 if kind == "full" else found.parameters
+            assert sizes["weights"] == each * frozen + 4 * trained
+        assert planned.account.estimated
+        assert planned.total == sum(planned.buckets().values())
+        assert all(not line.exact for line in planned.account.lines if line.bucket in ("activations", "loss"))
+        statics = ("weights", "gradients", "optimizer")
+        said = [line for line in planned.lines if line.bucket in statics and "copies" not in line.name]
+        assert all(line.exact for line in said)
+
+
+# ------------------------------------------------------------------------------------------- any recipe, any device
+
+SETTINGS = st.lists(
+    st.one_of(
+        st.sampled_from([1, 2, 8]).map(lambda n: f"train.micro_batch={n}"),
+        st.sampled_from(["false", "true", "2", "7", "64"]).map(lambda n: f"train.checkpointing={n}"),
+        st.sampled_from(get_args(Optimizer)).map(lambda name: f"train.optimizer={name}"),
+        st.sampled_from([8, 300, 4096]).map(lambda n: f"data.max_length={n}"),
+        st.sampled_from(["float32", "bfloat16", "float16"]).map(lambda name: f"load.dtype={name}"),
+        st.sampled_from(["fp32", "bf16"]).map(lambda name: f"train.precision={name}"),
+        st.just("load.attention=eager"),
+    ),
+    max_size=4,
+)
+ADAPTED = st.lists(
+    st.one_of(
+        st.sampled_from([1, 12, 256]).map(lambda n: f"method.rank={n}"),
+        st.sampled_from(["dora", "rslora"]).map(lambda name: f"method.variant={name}"),
+        st.just("method.dropout=0.1"),
+        st.sampled_from(["qv", "[down_proj]", "[model.layers.1.self_attn.q_proj]"]).map(
+            lambda targets: f"method.targets={targets}"
+        ),
+        st.just("method.modules_to_save=[model.norm]"),
+    ),
+    max_size=3,
+)
+DEVICES = st.one_of(
+    st.sampled_from(sorted(_CARDS)).map(named_device),
+    st.integers(1, 141).map(lambda size: named_device(f"{size}GB")),
+    st.builds(Device, st.just("cpu"), st.just("CPU"), st.integers(2**31, 2**36), st.booleans()),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(shipped_recipes())), SETTINGS, ADAPTED, DEVICES)
+def test_every_byte_of_a_plan_is_on_a_line(name: str, sets: list[str], own: list[str], device: Device) -> None:
+    asked = load_recipe(name, ["train.batch_size=16", *sets, *([] if name.endswith("full") else own)])
+    answer, planned = resolved(asked, device)
+    held = planned.account
+    assert sum(line.alive for line in held.lines) == held.peak
+    assert sum(planned.buckets().values()) == planned.total
+    assert all(0 <= line.alive <= line.bytes for line in planned.lines)
+    assert held.phases["load"] <= min(held.phases[phase] for phase in ("forward", "backward", "optimizer"))
+    # Rounding is rounding: nothing on a CPU, and on a card less than 512 bytes for each tensor that may be alive.
+    [rounding] = [line.bytes for line in held.lines if line.name == "rounding"]
+    found = facts(answer.model)
+    tensors = 6 * len(found.tensors) + 8 * len(trained_tensors(answer.method, found)) + 200 * found.layers
+    assert 0 <= rounding < (1 if device.kind == "cpu" else 512 * tensors)
+
+
+# ------------------------------------------------------------------------------------------------ the rows' lengths
+
+
+def test_short_rows_make_larger_passes_than_the_longest_that_is_allowed() -> None:
+    asked = recipe("lora", LLAMA, data__max_length=2048, train__checkpointing="true", train__batch_size=32)
+    card = named_device("24GB")
+    short = Lengths.read([(100, 50)] * 64, "rows")
+    unknown, known = (resolve(asked, facts(LLAMA), card, lengths)[1] for lengths in (None, short))
+    assert known.micro_batch > unknown.micro_batch
+    assert known.batch.rows == known.micro_batch
+    assert known.batch.tokens == 100 * known.micro_batch
+    assert known.batch.supervised == 50 * known.micro_batch
+    assert unknown.batch.supervised == 2047 * unknown.micro_batch
+    assert "rows of 100 tokens" in next(c.because for c in known.choices if c.field == "train.micro_batch")
+    assert known.document()["lengths"]["trained_share"] == 0.5
+
+
+def test_one_long_row_among_short_ones_decides() -> None:
+    asked = recipe("lora", LLAMA, train__micro_batch=1, train__checkpointing="false")
+    short = [(100, 50)] * 500
+    totals = [
+        resolve(asked, facts(LLAMA), H100, Lengths.read(pairs, "rows"))[1].total
+        for pairs in (short, [*short, (2000, 50)], [(2000, 50)])
+    ]
+    assert totals[0] < totals[1] == totals[2]
 
 
 # ------------------------------------------------------------------------------------------------------------ choices

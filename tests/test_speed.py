@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.device import named_device
+from finetune.device import Device, named_device
 from finetune.facts import read_facts
-from finetune.recipe import Full, LoRA
+from finetune.paths import Lengths
+from finetune.plan import plan
+from finetune.recipe import Full, LoRA, QLoRA, load_recipe
 from finetune.speed import flop_per_token, speed_of
 from finetune.steps import Path
 
@@ -52,3 +54,63 @@ def test_what_a_card_can_do_at_the_most() -> None:
     assert speed.floor == pytest.approx(989e12 / 28.55e9, rel=1e-3)
     assert 0 < speed.expected < speed.floor
     assert speed_of(LORA, facts, path(), named_device("24GB"), 2048, 1.0) is None  # a size has no peak
+
+
+def test_small_models_are_mostly_head() -> None:
+    """SmolLM2: 30 layers of 576, q 576, k and v 192, MLP 1,536, a tied head of 49,152 that every position pays."""
+    facts = read_facts(SMALL)
+    layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536
+    adapters = 16 * 30 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
+    attention = 30 * 2 * 576 * 512
+    head = 576 * 49_152
+    whole = 4 * 30 * layer + 3.5 * attention + 4 * head + 6 * adapters
+    assert flop_per_token(LORA, facts, path(), 512, 1.0) == whole
+    # A third of the positions supervised: two thirds of the head's share are saved.
+    assert whole - flop_per_token(LORA, facts, path(), 512, 1 / 3) == pytest.approx(4 * head * 2 / 3)
+
+
+def test_qlora_counts_as_many_operations_and_expects_fewer_tokens() -> None:
+    facts, card = read_facts(LLAMA), named_device("a100-80gb")
+    packed = QLoRA(kind="qlora", rank=16)
+    assert flop_per_token(packed, facts, path(), 2048, 1.0) == flop_per_token(LORA, facts, path(), 2048, 1.0)
+    plain, slower = (speed_of(method, facts, path(), card, 2048, 1.0) for method in (LORA, packed))
+    assert plain is not None
+    assert slower is not None
+    assert slower.floor == plain.floor
+    assert slower.expected < plain.expected
+
+
+def test_every_card_of_the_table_has_a_floor_in_proportion_to_its_peak() -> None:
+    facts = read_facts(SMALL)
+    floors = {}
+    for name in ("t4", "rtx4090", "a100-80gb", "h100", "b200"):
+        speed = speed_of(LORA, facts, path(), named_device(name), 512, 1.0)
+        assert speed is not None
+        floors[name] = speed.floor
+    assert floors["h100"] / floors["a100-80gb"] == pytest.approx(989 / 312)
+    assert floors["t4"] < floors["a100-80gb"] < floors["h100"] < floors["b200"]
+
+
+def test_a_cpu_is_as_fast_as_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Device("cpu", "CPU", 2**34, bf16=False)
+    floors = []
+    for cores in (2, 8):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        speed = speed_of(LORA, read_facts(SMALL), path(), cpu, 512, 1.0)
+        assert speed is not None
+        floors.append(speed.floor)
+    assert floors[1] == 4 * floors[0]
+
+
+@pytest.mark.parametrize("recipe", ["llama7b-lora", "smollm2-lora"])
+def test_hours_are_tokens_over_speed(recipe: str) -> None:
+    lengths = Lengths.read([(500, 100)] * 1000, "rows")
+    asked = load_recipe(recipe, ["train.epochs=3"])
+    unknown = plan(asked, "h100")
+    assert (unknown.tokens, unknown.hours) == (None, None)
+    known = plan(asked, "h100", lengths)
+    assert known.tokens == 3 * 500 * 1000
+    assert known.speed is not None
+    assert known.hours == pytest.approx(1_500_000 / known.speed.expected / 3600)
+    steps = plan(load_recipe(recipe, ["train.steps=10", "train.batch_size=4"]), "h100", lengths)
+    assert steps.tokens == 10 * 4 * 500

@@ -224,6 +224,16 @@ def recomputed(o: Any, x: Any, w: Any, v: Any, c: Any) -> Any:
     return o.total(o.mul(o.checkpoint(layer, o.mul(x, w)), c))
 
 
+def recomputed_tanh(o: Any, x: Any, w: Any, v: Any, c: Any) -> Any:
+    return o.total(o.mul(o.checkpoint(lambda y: o.silu(o.tanh(y)), o.mul(x, w)), c))
+
+
+def used_often(o: Any, x: Any, w: Any, v: Any, c: Any) -> Any:
+    x = o.mul(x, w)
+    y = o.add(x, x)
+    return o.total(o.mul(o.add(o.add(o.scaled(y), x), y), c))
+
+
 @pytest.mark.parametrize(
     ("graph", "trained", "seen"),
     [
@@ -249,6 +259,11 @@ def recomputed(o: Any, x: Any, w: Any, v: Any, c: Any) -> Any:
         # input. When silu's are gone: x * w, tanh, and the gradients of the product, of v and of tanh.
         (recomputed, "wv", Seen(1, 3, 2, 5)),
         (recomputed, "w", Seen(1, 3, 1, 5)),
+        # tanh does not keep its input, the checkpoint does: it, the output's gradient, tanh again, tanh's gradient.
+        (recomputed_tanh, "w", Seen(1, 3, 1, 4)),
+        # Sums hand their gradient g on as it is. x and y hold g together, so the one through the constant cannot be
+        # added to it in place: g, that one and their sum. Forward: x, y, the scaled y, a sum and the next.
+        (used_often, "w", Seen(0, 4, 1, 3)),
         # silu keeps the product in two bytes. Forward: that, the last cast and the last product. Backward: that, the
         # gradient in four bytes and in two.
         (casts, "w", Seen(0.5, 2.5, 1, 2)),
