@@ -94,7 +94,7 @@ def prepare(recipe: Recipe, tokenizer: Any) -> Prepared:
     Raises `DataError` when a file or too much of it cannot be used, and always when nothing would be trained.
     """
     data = recipe.data
-    loaded = _load(data.train, data, tokenizer, data.limit)
+    loaded = _load(list(data.sources), data, tokenizer, data.limit)
     notes = chat.notes(tokenizer) if loaded.format != "text" else []
     counts: dict[str, Any] = {**loaded.counts(), "eval": None}
     train, held = loaded.rows, None

@@ -119,9 +119,8 @@ def _questions(source: str, recipe: Recipe, rows: int) -> tuple[list[list[Messag
 
 def _examples(recipe: Recipe, count: int) -> list[list[Message]]:
     """Up to `count` training rows of one question and one reply, the first of each kind of reply."""
-    sources = [recipe.data.train] if isinstance(recipe.data.train, str) else recipe.data.train
     chosen: dict[str, list[Message]] = {}
-    for conversation in (c for source in sources for c in read_messages(source, recipe.data)):
+    for conversation in (c for source in recipe.data.sources for c in read_messages(source, recipe.data)):
         turns = [m for m in conversation if m["role"] != "system"]
         if len(turns) == 2 and len(chosen) < count:
             chosen.setdefault(_kind(turns[1]["content"]), turns)

@@ -24,7 +24,7 @@ def read_lengths(recipe: Recipe, source: str | list[str] | None = None, sample: 
     Rows that cannot be trained are left out here; `train` judges them. Raises `DataError` when none can.
     """
     tokenizer = load_tokenizer(recipe)
-    sources = files.find(source or recipe.data.train)
+    sources = files.find(source or list(recipe.data.sources))
     layout, _ = layout_of(sources, recipe.data, recipe.data.limit)
     total = sum(1 for _ in files.rows(sources, recipe.data.limit))
     every = max(1, total // sample)
@@ -46,8 +46,9 @@ def read_lengths(recipe: Recipe, source: str | list[str] | None = None, sample: 
 
 def at_hand(recipe: Recipe) -> bool:
     """Whether the recipe's rows and its tokenizer lie on this machine, so that reading them asks nobody."""
-    data = [recipe.data.train] if isinstance(recipe.data.train, str) else recipe.data.train
-    local = all(any(Path().glob(name)) if not Path(name).is_absolute() else Path(name).exists() for name in data)
+    local = all(
+        Path(name).exists() if Path(name).is_absolute() else any(Path().glob(name)) for name in recipe.data.sources
+    )
     if not local:
         return False
     if recipe.model in embedded.NAMES or Path(recipe.model).expanduser().exists():

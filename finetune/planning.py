@@ -164,8 +164,7 @@ def _lengths(recipe: Recipe, rows: str | None) -> Lengths | None:
 
 def _is_embedded(recipe: Recipe) -> bool:
     """Rows that come from a package are generated, which takes seconds: they count only when they are named."""
-    data = recipe.data.train if isinstance(recipe.data.train, list) else [recipe.data.train]
-    return all(name.startswith("home-intents") or not Path(name).suffix for name in data)
+    return all(name.startswith("home-intents") or not Path(name).suffix for name in recipe.data.sources)
 
 
 def _simulated(recipe: Recipe, facts: Facts, plan: Plan) -> Simulation:

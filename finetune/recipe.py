@@ -104,6 +104,13 @@ def _not_the_word(value: str | None) -> str | None:
 OptionalText = Annotated[str | None, AfterValidator(_not_the_word)]
 
 
+Weight = Annotated[float, Field(gt=0, le=100)]
+Column = Literal[
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
+    "role", "content",
+]  # fmt: skip
+
+
 class Load(_Part):
     """How the model is read."""
 
@@ -118,24 +125,52 @@ class Load(_Part):
 class Data(_Part):
     """Which rows are trained and how they are read."""
 
-    train: str | Annotated[list[str], Field(min_length=1)] = Field(
-        description="Training rows: a file or glob (.jsonl, .json, .csv, .parquet), a hub data set, or home-intents."
+    train: str | Annotated[list[str], Field(min_length=1)] | Annotated[dict[str, Weight], Field(min_length=1)] = (
+        Field(
+            description="Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, .gz, .zst), a hub "
+            "data set, home-intents, a list of them, or a mapping of them to weights (2 takes each row twice, 0.5 every other)."
+        )
     )
     eval: Annotated[float | str | None, AfterValidator(_eval_rows)] = Field(
         None, description="Evaluation rows: a share such as 0.05, a path, or none."
     )
+    eval_group: OptionalText = Field(
+        None, description="Column whose equal values stay together when a share is held out, such as a user's id."
+    )
     format: Literal["auto", "messages", "prompt-completion", "alpaca", "text"] = Field(
         "auto", description="Layout of a row: auto, messages, prompt-completion, alpaca or text."
     )
+    columns: dict[Column, str] = Field(
+        {}, description="This toolkit's column names and the file's, such as {prompt: question, completion: answer}."
+    )
     system: OptionalText = Field(None, description="System message for conversations that bring none.")
+    train_on: Literal["assistant", "last", "all", "completion"] = Field(
+        "assistant",
+        description="Which tokens give a loss: every reply (assistant), the last one (last), all tokens (all), or "
+        "all that follows the prompt of a prompt-completion row (completion).",
+    )
     max_length: int = Field(2048, ge=8, description="Longest row in tokens.")
-    overlong: Literal["error", "drop", "truncate-end"] = Field(
-        "error", description="What happens to a longer row: error, drop or truncate-end; always counted."
+    overlong: Literal["error", "drop", "truncate-prompt", "truncate-end", "split"] = Field(
+        "error",
+        description="What happens to a longer row: error, drop, truncate-prompt, truncate-end or split; always "
+        "counted.",
+    )
+    packing: Auto | bool = Field(
+        "auto",
+        description="true packs whole rows into sequences of max_length, and batch_size counts those; auto lays the "
+        "rows of a step end to end where attention keeps them apart; false pads.",
     )
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="What happens to a row that cannot be trained: error or skip; always counted."
     )
     limit: int | None = Field(None, ge=1, description="Use only the first rows of the training data.")
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """What `train` names, each with its weight."""
+        if isinstance(self.train, dict):
+            return dict(self.train)
+        return dict.fromkeys([self.train] if isinstance(self.train, str) else self.train, 1.0)
 
 
 class Train(_Part):

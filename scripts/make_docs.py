@@ -166,6 +166,8 @@ def words(annotation: Any, limits: Sequence[Any] = ()) -> str:
         return " or ".join(dict.fromkeys(words(part, limits if part in (int, float) else ()) for part in parts))
     if origin is list:
         return f"list of {words(get_args(annotation)[0])}"
+    if origin is dict:
+        return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "fields below"
     plain = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`", NoneType: "`null`"}
