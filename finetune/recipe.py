@@ -127,8 +127,8 @@ class Data(_Part):
 
     train: str | Annotated[list[str], Field(min_length=1)] | Annotated[dict[str, Weight], Field(min_length=1)] = (
         Field(
-            description="Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, .gz, .zst), a hub "
-            "data set, home-intents, a list of them, or a mapping of them to weights (2 takes each row twice, 0.5 every other)."
+            description="Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, also .gz or .zst), a "
+            "hub data set, or home-intents; several as a list, or as a mapping to how often each row is taken."
         )
     )
     eval: Annotated[float | str | None, AfterValidator(_eval_rows)] = Field(

@@ -195,8 +195,14 @@ def test_a_recipe_cannot_be_changed() -> None:
         ("data.system", "None", "is 'None': this is text; write null for nothing."
          " System message for conversations that bring none."),
         ("model", "", "cannot be empty. Hub id, local folder, .gguf file, or the embedded smollm2-135m."),
-        ("data.train", "", "cannot be empty. Training rows: a file or glob (.jsonl, .json, .csv, .parquet),"
-         " a hub data set, or home-intents."),
+        ("data.train", "", "cannot be empty. Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, also .gz"
+         " or .zst), a hub data set, or home-intents; several as a list, or as a mapping to how often each row is"
+         " taken."),
+        ("data.train", "{rows.jsonl: 0}", "is 0 but must be above 0. Training rows: a file or glob (.jsonl, .json,"
+         " .csv, .tsv, .parquet, also .gz or .zst), a hub data set, or home-intents; several as a list, or as a"
+         " mapping to how often each row is taken."),
+        ("data.columns", "{promt: question}", "cannot be 'promt'; did you mean 'prompt'? This toolkit's column names"
+         " and the file's, such as {prompt: question, completion: answer}."),
         # A share, a path, or none.
         ("data.eval", "5", "is 5: a share must lie between 0 and 1."
          " Evaluation rows: a share such as 0.05, a path, or none."),
@@ -287,9 +293,9 @@ def test_a_misspelt_required_key_is_one_fault() -> None:
 def test_what_is_missing_is_described() -> None:
     assert faults("method: {kind: full}\ndata:\n  eval: none\n") == [
         "my.yaml: 'model' is missing. Hub id, local folder, .gguf file, or the embedded smollm2-135m.",
-        "my.yaml:2: 'data.train' is missing. Training rows: a file or glob (.jsonl, .json, .csv, .parquet),"
-        " a hub data"
-        " set, or home-intents.",
+        "my.yaml:2: 'data.train' is missing. Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, also"
+        " .gz or .zst), a hub data set, or home-intents; several as a list, or as a mapping to how often each row is"
+        " taken.",
     ]
 
 
