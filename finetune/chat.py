@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from finetune.errors import DataError
@@ -50,11 +50,42 @@ class Reply:
     head: str  # what the template itself writes between the generation prompt and the reply's text
 
 
-def encode(tokenizer: Any, messages: Sequence[Message]) -> Encoded:
+TrainOn = Literal["assistant", "last", "all", "completion"]
+Tools = Sequence[Mapping[str, Any]]
+
+
+def encode_many(
+    tokenizer: Any,
+    conversations: Iterable[tuple[Sequence[Message], Tools | None]],
+    train_on: TrainOn = "assistant",
+) -> list[Encoded | BadRow]:
+    """`encode` for many (messages, tools) at once: for each conversation its ids and labels, or why there are none.
+
+    Raises `DataError` when the tokenizer or its template can carry no row at all.
+    """
+    results: list[Encoded | BadRow] = []
+    for messages, tools in conversations:
+        try:
+            results.append(encode(tokenizer, messages, tools=tools, train_on=train_on))
+        except BadRow as error:
+            results.append(error)
+    return results
+
+
+def encode(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    tools: Tools | None = None,
+    train_on: TrainOn = "assistant",
+    prompt: int = 0,
+) -> Encoded:
     """Ids and labels of one conversation, or of one plain text (a single message of role "text", trained whole).
 
     Raises `BadRow` when the tokenizer or its template cannot carry this row, `DataError` when they cannot carry any.
     """
+    if tools or train_on != "assistant" or prompt:
+        raise BadRow("tools and data.train_on are not carried yet", "not supported")
     if len(messages) == 1 and messages[0]["role"] == DOCUMENT:
         return _encode_document(tokenizer, messages[0]["content"])
     chat = _chat_of(tokenizer)
@@ -71,8 +102,10 @@ def encode(tokenizer: Any, messages: Sequence[Message]) -> Encoded:
     return Encoded(ids, labels)
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
     """Ids of a conversation up to the next reply: exactly what `encode` puts before that reply."""
+    if tools:
+        raise BadRow("tools are not carried yet", "not supported")
     chat = _chat_of(tokenizer)
     text = chat.render(messages, reply_follows=True)
     return _tokenize(tokenizer, text, chat.earlier_starts(messages, text))[0]
