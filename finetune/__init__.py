@@ -36,7 +36,9 @@ The modules in reading order, which is also the only legal direction of imports:
     embedded      the model that comes from a PyPI package
     home_words    its templates, names and wordings
     home_intents  the data set that comes from two PyPI packages
-    formats       any row -> chat messages, or a verdict
+    strict_json   JSON text -> values, or why not
+    turns         a list of messages -> turns in order, or a verdict
+    formats       any row -> a conversation, or a verdict
     files         a file, glob or hub data set -> raw rows with their place
     chat          messages -> token ids and labels
     data          files -> training and evaluation rows, with counts

@@ -1,6 +1,6 @@
-"""Any dataset row -> a list of chat messages, or a verdict.
+"""Any dataset row -> a conversation: chat messages and the tools they may call, or a verdict.
 
-    {"messages": [{"role": "user", ...}]}                     -> as they are          messages
+    {"messages": [{"role": "user", ...}], "tools": [...]}     -> as they are          messages
     {"conversations": [{"from": "human", "value": ...}]}      -> user, assistant      messages (ShareGPT layout)
     {"prompt": "Hi", "completion": "Hello."}                  -> user, assistant      prompt-completion
     {"instruction": "Double it", "input": "4", "output": "8"} -> user, assistant      alpaca
@@ -12,12 +12,19 @@ the number 8 may have been written 8, 8.0 or 8e0, and only the file's author kno
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
+from finetune import turns
 from finetune.errors import DataError
+from finetune.faults import nearest
+from finetune.turns import ROLES as ROLES
+from finetune.turns import BadRow as BadRow
+from finetune.turns import Message as Message
+from finetune.turns import filled, show
 
-ROLES = ("system", "user", "assistant")
 DOCUMENT = "text"  # role of the single message that stands for a row of plain text
 LAYOUTS: list[tuple[str, tuple[str, ...]]] = [
     ("messages", ("messages",)),
@@ -26,38 +33,33 @@ LAYOUTS: list[tuple[str, tuple[str, ...]]] = [
     ("alpaca", ("instruction", "output")),
     ("text", ("text",)),
 ]
-_RENAME = "Rename them to messages, to prompt and completion, to instruction and output, or to text."
-_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_NOT_TRAINED = ("tools", "functions", "images", "videos", "audio")  # columns that would change what a row means
-_NOT_IN_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight")
+_NOT_TRAINED = ("functions", "images", "videos", "audio")  # columns that would change what a row means
+_LISTS = ("messages", "conversations", "prompt", "completion")  # columns that may hold messages
+_IN_MESSAGES = ("role", "content")  # names of data.columns that stand inside messages
+
+# What other people call these columns, to suggest the line of data.columns that is missing.
+_ASKED = ("prompt", "instruction", "question", "query", "input", "source", "user", "human", "problem")
+_REPLIED = ("completion", "response", "answer", "output", "target", "reply", "assistant", "solution")
+_TALKED = ("conversation", "chat", "dialog", "dialogue", "turns", "message")
+_WRITTEN = ("content", "document", "body", "article")
 
 
-class _Said(TypedDict):
-    role: str
-    content: str
+class Conversation(NamedTuple):
+    """The messages of one row, and the functions that its assistant may call."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
 
 
-class Message(_Said, total=False):
-    """One turn. `train: False` marks an assistant turn that belongs to the prompt."""
-
-    train: bool
+# -------------------------------------------------------------------------------------------------- names of columns
 
 
-class BadRow(DataError):
-    """This row cannot be trained: `reason` in words, `kind` a short name to count by."""
-
-    def __init__(self, reason: str, kind: str = "content") -> None:
-        self.reason = reason
-        self.kind = kind
-        super().__init__(f"A row cannot be trained: {reason}.", "Correct the row, or set data.on_bad_row: skip.")
-
-
-def detect(columns: Iterable[str]) -> tuple[str, str]:
-    """The layout of a file from the names of its columns, and why.
+def detect(columns: Iterable[str], renames: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The layout of a file from the names of its columns, and why; `renames` is data.columns {our name: the file's}.
 
     Raises `DataError` when no layout fits, or when two do: which one was meant only the user knows.
     """
-    names = list(dict.fromkeys(columns))
+    names = _renamed_columns(columns, renames or {})
     found = [(layout, needed) for layout, needed in LAYOUTS if set(needed) <= set(names)]
     reasons = [f"{'columns' if len(needed) > 1 else 'column'} {' and '.join(needed)}" for _, needed in found]
     if len(found) == 1:
@@ -68,23 +70,109 @@ def detect(columns: Iterable[str]) -> tuple[str, str]:
             f"The rows fit more than one layout: {both}.",
             "Set data.format to the one that is meant, or remove the columns that are not.",
         )
-    raise DataError(f"No layout fits the columns {', '.join(names) or '(none)'}.", _RENAME)
+    raise DataError(f"No layout fits the columns {', '.join(names) or '(none)'}.", _advice(names, renames or {}))
 
 
-def check_columns(columns: Iterable[str], fmt: str) -> None:
+def check_columns(columns: Iterable[str], fmt: str, renames: Mapping[str, str] | None = None) -> None:
     """Raise `DataError` when a layout chosen by hand lacks its columns in every row."""
-    names = set(columns)
+    names = set(_renamed_columns(columns, renames or {}))
     wanted = [needed for layout, needed in LAYOUTS if layout == fmt]
     if not any(set(needed) <= names for needed in wanted):
         absent = ", ".join(column for column in wanted[0] if column not in names)
         raise DataError(
             f"Layout {fmt} needs the columns {' and '.join(wanted[0])}; {absent} is in no row "
             f"(there are {', '.join(sorted(names)) or 'none'}).",
-            "Rename the columns, or set data.format to the layout of this file.",
+            "Name the file's columns in data.columns, or set data.format to the layout of this file.",
         )
 
 
-def to_messages(row: Mapping[str, Any], fmt: str, system: str | None = None) -> list[Message]:
+def renamed(row: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
+    """The row under this toolkit's names; `role` and `content` are renamed inside messages.
+
+    Raises `BadRow` when a column of the new name is there already and both are filled.
+    """
+    if not renames:
+        return dict(row)
+    row = _renamed(row, {ours: name for ours, name in renames.items() if ours not in _IN_MESSAGES})
+    inside = {ours: name for ours, name in renames.items() if ours in _IN_MESSAGES}
+    for column in _LISTS if inside else ():
+        if isinstance(row.get(column), list):
+            row[column] = [_renamed(e, inside) if isinstance(e, Mapping) else e for e in row[column]]
+    return row
+
+
+def _renamed(row: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
+    taken = set(renames.values())
+    found = {name: value for name, value in row.items() if name not in taken}
+    for ours, name in renames.items():
+        if name not in row:
+            continue
+        if filled(found.get(ours)) and filled(row[name]):
+            raise BadRow(f"'{name}' is to be read as '{ours}', and both are filled", "two columns for one")
+        if filled(row[name]) or ours not in found:
+            found[ours] = row[name]
+    return found
+
+
+def _renamed_columns(columns: Iterable[str], renames: Mapping[str, str]) -> list[str]:
+    names = list(dict.fromkeys(columns))
+    outer = {ours: name for ours, name in renames.items() if ours not in _IN_MESSAGES}
+    for ours, name in outer.items():
+        if name not in names:
+            near = nearest(name, names)
+            raise DataError(
+                f"data.columns reads '{name}' as {ours}, and no row has a column '{name}' "
+                f"(there are {', '.join(names) or 'none'}).",
+                f"Did you mean '{near}'?" if near else "Give the name as it stands in the file.",
+            )
+    taken = set(outer.values())
+    return list(dict.fromkeys([*(name for name in names if name not in taken), *outer]))
+
+
+def _advice(names: list[str], renames: Mapping[str, str]) -> str:
+    """The line of data.columns that would make these columns fit, as far as their names tell."""
+    here = {name.strip().lower(): name for name in reversed(names)}
+
+    def first(known: Iterable[str]) -> str | None:
+        return next((here[word] for word in known if word in here), None)
+
+    asked, replied = first(_ASKED), first(word for word in _REPLIED if word in here)
+    lines: dict[str, str] = {}
+    if talked := first((*_TALKED, "messages", "conversations")):
+        lines = {"messages": talked}
+    elif asked and replied and asked.lower() == "instruction":
+        lines = {"instruction": asked, "output": replied}
+        if "input" not in names and (given := first(("input", "context"))):
+            lines["input"] = given
+    elif asked and replied:
+        lines = {"prompt": asked, "completion": replied}
+    elif written := first((*_WRITTEN, "text")):
+        lines = {"text": written}
+    else:
+        for layout, needed in LAYOUTS:
+            near = {column: column if column in names else nearest(column, names) for column in needed}
+            if layout != "text" and all(near.values()):
+                lines = {column: str(name) for column, name in near.items()}
+                break
+    lines = {**renames, **{ours: name for ours, name in lines.items() if ours != name}}
+    if lines == renames:
+        return (
+            "Name them in data.columns as messages, prompt and completion, instruction and output, or text, "
+            "for instance data.columns: {prompt: question, completion: answer}."
+        )
+    return f"Set data.columns: {{{', '.join(f'{ours}: {_yaml(name)}' for ours, name in lines.items())}}}."
+
+
+def _yaml(name: str) -> str:
+    """Quoted where YAML would read something else than this text."""
+    plain = re.fullmatch(r"[A-Za-z_][\w ./-]*\w", name) and name.lower() not in ("yes", "no", "on", "off", "true")
+    return name if plain else json.dumps(name, ensure_ascii=False)
+
+
+# ------------------------------------------------------------------------------------------------ a row as messages
+
+
+def to_conversation(row: Mapping[str, Any], fmt: str, system: str | None = None) -> Conversation:
     """The conversation in one row of layout `fmt`; `system` is used when the row brings none.
 
     Raises `BadRow` with the reason. A row of plain text becomes a single message of role "text".
@@ -92,15 +180,30 @@ def to_messages(row: Mapping[str, Any], fmt: str, system: str | None = None) -> 
     for name in _NOT_TRAINED:
         if row.get(name):
             raise BadRow(f"column '{name}' is filled and would be lost", "not supported")
+    tools = turns.tools_of(row.get("tools"))
     if fmt == "text":
-        return [{"role": DOCUMENT, "content": _required(row, "text")}]
+        if tools:
+            raise BadRow("column 'tools' is filled, and plain text calls none", "not supported")
+        return Conversation([{"role": DOCUMENT, "content": _required(row, "text")}])
     if fmt == "alpaca":
-        turns = _alpaca(row)
+        said = _alpaca(row)
     elif fmt == "prompt-completion":
-        turns = _prompt_completion(row)
+        said = _prompt_completion(row)
     else:
-        turns = _chat(row)
-    return _with_system(turns, _optional(row, "system"), system)
+        said = _chat(row)
+    return Conversation(_with_system(said, _optional(row, "system"), system), tools)
+
+
+def to_messages(row: Mapping[str, Any], fmt: str, system: str | None = None) -> list[Message]:
+    """`to_conversation` for callers that know neither tools nor thoughts: a `BadRow` where some would be lost."""
+    messages, tools = to_conversation(row, fmt, system)
+    if tools:
+        raise BadRow("column 'tools' is filled and would be lost", "not supported")
+    for number, message in enumerate(messages):
+        for name in ("tool_calls", "reasoning_content"):
+            if name in message:
+                raise BadRow(f"message {number} has '{name}', which would be lost", "not supported")
+    return messages
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
@@ -114,17 +217,17 @@ def _alpaca(row: Mapping[str, Any]) -> list[Message]:
 def _prompt_completion(row: Mapping[str, Any]) -> list[Message]:
     """Only the completion is trained, so assistant turns of a prompt that is a list are marked `train: False`."""
     prompt, completion = row.get("prompt"), row.get("completion")
-    turns: list[Message] = (
-        [_untrained(message) for message in _said(prompt, "prompt")]
+    said: list[Message] = (
+        [_untrained(message) for message in turns.said(prompt, "prompt")]
         if isinstance(prompt, list)
         else [{"role": "user", "content": _required(row, "prompt")}]
     )
-    turns += (
-        _said(completion, "completion")
+    said += (
+        turns.said(completion, "completion")
         if isinstance(completion, list)
         else [{"role": "assistant", "content": _required(row, "completion")}]
     )
-    return _checked(turns)
+    return turns.checked(said)
 
 
 def _untrained(message: Message) -> Message:
@@ -133,87 +236,26 @@ def _untrained(message: Message) -> Message:
 
 def _chat(row: Mapping[str, Any]) -> list[Message]:
     column = "messages" if row.get("messages") is not None or "conversations" not in row else "conversations"
-    return _checked(_said(row.get(column), column))
+    return turns.checked(turns.said(row.get(column), column))
 
 
-def _said(value: Any, column: str) -> list[Message]:
-    """The entries of a message list, each {role, content} or ShareGPT's {from, value}."""
-    if value is None or value == []:
-        raise BadRow(f"column '{column}' is {'empty' if value == [] else 'missing or null'}", "empty")
-    if not isinstance(value, list):
-        raise BadRow(f"column '{column}' holds {_show(value)}, not a list of messages", "not a message list")
-    return [_message(entry, f"{column}[{number}]") for number, entry in enumerate(value)]
-
-
-def _message(entry: Any, where: str) -> Message:
-    if not isinstance(entry, Mapping):
-        raise BadRow(f"{where} is {_show(entry)}, not a message", "not a message list")
-    for name in _NOT_IN_MESSAGE:
-        if entry.get(name) is not None and entry.get(name) != []:
-            raise BadRow(f"{where} has '{name}', which would be lost", "not supported")
-    sharegpt = "from" in entry and "role" not in entry
-    role = entry.get("from" if sharegpt else "role")
-    known = _SHAREGPT.get(role) if sharegpt and isinstance(role, str) else role
-    if known not in ROLES:
-        raise BadRow(f"{where} has the role {_show(role)}; known are {', '.join(ROLES)}", "unknown role")
-    key = "value" if sharegpt else "content"
-    return {"role": str(known), "content": _text(entry.get(key), f"{where}.{key} ({role})")}
-
-
-def _checked(turns: list[Message]) -> list[Message]:
-    """An optional system message, then user and assistant in turn, the assistant last."""
-    roles = [message["role"] for message in turns]
-    talk = roles[1:] if roles[0] == "system" else roles
-    if "system" in talk:
-        raise BadRow("a system message stands after the first place", "order of roles")
-    if "assistant" not in talk:
-        raise BadRow("there is no assistant message", "no reply")
-    if talk[0] == "assistant":
-        raise BadRow("the assistant speaks first", "order of roles")
-    for before, after in zip(talk, talk[1:], strict=False):
-        if before == after:
-            raise BadRow(f"two {after} messages stand in a row", "order of roles")
-    if talk[-1] == "user":
-        raise BadRow("the last message is the user's and has no reply", "no reply")
-    return turns
-
-
-def _with_system(turns: list[Message], column: str, default: str | None) -> list[Message]:
-    own = turns[0]["role"] == "system"
+def _with_system(said: list[Message], column: str, default: str | None) -> list[Message]:
+    own = said[0]["role"] == "system"
     if own and column.strip():
         raise BadRow("there is a system message and also a filled column 'system'", "two system messages")
     text = column if column.strip() else default
     if own or text is None or not text.strip():
-        return turns
-    return [{"role": "system", "content": text}, *turns]
+        return said
+    return [{"role": "system", "content": text}, *said]
 
 
 def _required(row: Mapping[str, Any], column: str) -> str:
-    return _text(row.get(column), f"column '{column}'")
+    return turns.text(row.get(column), f"column '{column}'")
 
 
 def _optional(row: Mapping[str, Any], column: str) -> str:
     """Absent, null and empty are one and the same."""
     value = row.get(column)
     if value is not None and not isinstance(value, str):
-        raise BadRow(f"column '{column}' holds {_show(value)}, not text", "not text")
-    return value or ""
-
-
-def _text(value: Any, where: str) -> str:
-    if value is None:
-        raise BadRow(f"{where} is missing or null", "empty")
-    if not isinstance(value, str):
-        raise BadRow(f"{where} holds {_show(value)}, not text", "not text")
-    if not value.strip():
-        raise BadRow(f"{where} is {'blank' if value else 'empty'}", "empty")
-    return value
-
-
-def _show(value: Any) -> str:
-    """What stands in a cell, in words and at most about 60 characters."""
-    if value is None:
-        return "null"
-    kind = {bool: "", int: "the number ", float: "the number ", list: "the list ", dict: "the object ", str: ""}
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
-    return kind.get(type(value), "") + (text if len(text) <= 60 else text[:57] + "...")
+        raise BadRow(f"column '{column}' holds {show(value)}, not text", "not text")
+    return turns.text(value, f"column '{column}'") if value and value.strip() else ""

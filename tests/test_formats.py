@@ -81,7 +81,7 @@ def test_the_word_none_is_never_made_up(instruction: str, given_input: str | Non
     try:
         user, _ = to_messages({"instruction": instruction, "input": given_input, "output": "y"}, "alpaca")
     except BadRow:
-        assert not instruction.strip()
+        assert not instruction.strip() or "\0" in instruction + (given_input or "")
     else:
         assert user["content"].startswith(instruction)
         assert user["content"].replace(instruction, "", 1).strip() in ("", (given_input or "").strip())
@@ -130,7 +130,7 @@ BAD_CHATS = [
     (["Hi"], r"messages\[0\] is 'Hi', not a message", "not a message list"),
     ([{"role": "human", "content": "Hi"}, REPLY], "role 'human'", "unknown role"),
     ([{"content": "Hi"}, REPLY], "role null", "unknown role"),
-    ([USER, {"role": "tool", "content": "4"}, REPLY], "role 'tool'", "unknown role"),
+    ([USER, {"role": "tool", "content": "4"}, REPLY], "a tool's result stands after the user", "order of roles"),
     ([USER, {"role": "assistant", "content": None}], r"messages\[1\].content \(assistant\) is missing", "empty"),
     ([USER, {"role": "assistant", "content": "  "}], "is blank", "empty"),
     ([{"role": "user", "content": ""}, REPLY], "is empty", "empty"),
@@ -138,8 +138,9 @@ BAD_CHATS = [
     ([USER, {"role": "assistant", "content": True}], "holds true, not text", "not text"),
     ([USER, {"role": "assistant", "content": ["2"]}], r"holds the list \['2'\], not text", "not text"),
     ([USER, {"role": "assistant", "content": {"a": 1}}], "holds the object", "not text"),
-    ([USER, {**REPLY, "tool_calls": [{}]}], "'tool_calls', which would be lost", "not supported"),
-    ([USER, {**REPLY, "weight": 0}], "'weight', which would be lost", "not supported"),
+    ([USER, {**REPLY, "tool_calls": [{"name": "f"}]}], "'tool_calls', which would be lost", "not supported"),
+    ([USER, {**REPLY, "thinking": "Hm"}], "'reasoning_content', which would be lost", "not supported"),
+    ([USER, {**REPLY, "weight": 0}], "every assistant message is marked as not to be trained", "no reply"),
 ]
 
 
@@ -163,7 +164,7 @@ def test_a_bad_conversation_has_a_reason(said: Any, reason: str, kind: str) -> N
         ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "alpaca", "'history' is filled"),
         ({"text": " \n"}, "text", "column 'text' is blank"),
         ({"text": None}, "text", "column 'text' is missing or null"),
-        ({"prompt": "x", "completion": "y", "tools": [{}]}, "prompt-completion", "'tools' is filled"),
+        ({"prompt": "x", "completion": "y", "tools": [{"name": "f"}]}, "prompt-completion", "'tools' is filled"),
     ],
 )
 def test_a_bad_row_names_column_and_value(row: dict[str, Any], layout: str, reason: str) -> None:
