@@ -40,6 +40,7 @@ The modules in reading order, which is also the only legal direction of imports:
     turns         a list of messages -> turns in order, or a verdict
     formats       any row -> a conversation, or a verdict
     files         a file, glob or hub data set -> raw rows with their place
+    templates     a chat template: the text, and where the replies stand in it
     chat          messages -> token ids and labels
     data          files -> training and evaluation rows, with counts
     scores        replies against references -> numbers

@@ -1,4 +1,4 @@
-"""Messages -> token ids and labels; the one place where chat templates and end tokens are known.
+"""Messages -> token ids and labels.
 
     text     <|im_start|>  assistant  \\n    Hi   <|im_end|>   \\n
     ids           1           520     2      7       3         2
@@ -12,24 +12,17 @@ from token values, so a padding token that equals the end token changes nothing,
 
 from __future__ import annotations
 
-import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from datetime import datetime
+from typing import Any
 
 from finetune.errors import DataError
 from finetune.formats import DOCUMENT, BadRow, Message
+from finetune.templates import DEFAULT_TEMPLATE, Layout, Span, Template, Tools, TrainOn, named_templates, template_of
 
 IGNORE = -100  # the label of a token that is not trained
-
-DEFAULT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)  # for base models that bring none; the space before a reply is the reply's, as byte-level vocabularies have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +31,6 @@ class Encoded:
 
     input_ids: list[int]
     labels: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Where a trained reply stands in the rendered text: `text[start:end]`, the last characters being `ending`."""
-
-    start: int
-    end: int
-    ending: str
-    head: str  # what the template itself writes between the generation prompt and the reply's text
-
-
-TrainOn = Literal["assistant", "last", "all", "completion"]
-Tools = Sequence[Mapping[str, Any]]
-
-
-def encode_many(
-    tokenizer: Any,
-    conversations: Iterable[tuple[Sequence[Message], Tools | None]],
-    train_on: TrainOn = "assistant",
-) -> list[Encoded | BadRow]:
-    """`encode` for many (messages, tools) at once: for each conversation its ids and labels, or why there are none.
-
-    Raises `DataError` when the tokenizer or its template can carry no row at all.
-    """
-    results: list[Encoded | BadRow] = []
-    for messages, tools in conversations:
-        try:
-            results.append(encode(tokenizer, messages, tools=tools, train_on=train_on))
-        except BadRow as error:
-            results.append(error)
-    return results
 
 
 def encode(
@@ -82,40 +43,44 @@ def encode(
 ) -> Encoded:
     """Ids and labels of one conversation, or of one plain text (a single message of role "text", trained whole).
 
-    Raises `BadRow` when the tokenizer or its template cannot carry this row, `DataError` when they cannot carry any.
+    `train_on` says which tokens get a label: those of every reply that is not marked `train: False` (assistant), of
+    the last reply (last), all (all), or all from the first unmarked reply at or after message number `prompt` to the
+    end of the last one (completion). Raises `BadRow` when the tokenizer or its template cannot carry this row,
+    `DataError` when they cannot carry any.
     """
-    if tools or train_on != "assistant" or prompt:
-        raise BadRow("tools and data.train_on are not carried yet", "not supported")
-    if len(messages) == 1 and messages[0]["role"] == DOCUMENT:
-        return _encode_document(tokenizer, messages[0]["content"])
-    chat = _chat_of(tokenizer)
-    text, replies = chat.layout(messages)
-    ids, places = _tokenize(tokenizer, text, [reply.start for reply in replies])
-    labels = [IGNORE] * len(ids)
-    for reply, place in zip(replies, places, strict=True):
-        written = text[reply.start : reply.end]
-        stop = place
-        for _ in range(written.count(reply.ending)):  # more than once when the template's own head has it too
-            stop = ids.index(tokenizer.convert_tokens_to_ids(reply.ending), stop) + 1
-        labels[place:stop] = ids[place:stop]
-        _same_text(tokenizer, ids[place:stop], written)
-    return Encoded(ids, labels)
+    [row] = _encode(tokenizer, [(messages, tools)], train_on, prompt)
+    if isinstance(row, BadRow):
+        raise row
+    return row
+
+
+def encode_many(
+    tokenizer: Any,
+    conversations: Iterable[tuple[Sequence[Message], Tools | None]],
+    train_on: TrainOn = "assistant",
+) -> list[Encoded | BadRow]:
+    """`encode` for many (messages, tools) at once: for each conversation its ids and labels, or why there are none.
+
+    Raises `DataError` when the tokenizer or its template can carry no row at all.
+    """
+    return _encode(tokenizer, conversations, train_on, 0)
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
     """Ids of a conversation up to the next reply: exactly what `encode` puts before that reply."""
-    if tools:
-        raise BadRow("tools are not carried yet", "not supported")
-    chat = _chat_of(tokenizer)
-    text = chat.render(messages, reply_follows=True)
-    return _tokenize(tokenizer, text, chat.earlier_starts(messages, text))[0]
+    template = template_of(tokenizer, tools)
+    template.check(messages, tools)
+    text = template.render(messages, tools, reply_follows=True)
+    [ids] = _ids(tokenizer, [text])
+    return _Cutter(tokenizer, template).cut(text, ids, template.starts(messages, tools, text))[0]
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """The tokens generation must stop at: the trained end of a turn, then the tokenizer's own end of text."""
-    turn = int(tokenizer.convert_tokens_to_ids(_chat_of(tokenizer).ending))
+    """The tokens generation must stop at: the trained ends of a turn, then the tokenizer's own end of text."""
+    endings = [*template_of(tokenizer).endings, *template_of(tokenizer, _ANY_TOOL).endings]
+    turns = [int(tokenizer.convert_tokens_to_ids(ending)) for ending in endings]
     eos = tokenizer.eos_token_id
-    return [turn] if eos is None or eos == turn else [turn, int(eos)]
+    return list(dict.fromkeys(turns if eos is None else [*turns, int(eos)]))
 
 
 def template_to_save(tokenizer: Any) -> Any:
@@ -123,236 +88,247 @@ def template_to_save(tokenizer: Any) -> Any:
 
     The default is written out, and a template that prints no bos gets the one that training put in front.
     """
-    chat = _chat_of(tokenizer)
-    template = DEFAULT_TEMPLATE if chat.is_default else tokenizer.chat_template
-    silent = chat.adds_bos and not chat.template_text(_PROBE[1:]).startswith(chat.bos)
-    return "{{ bos_token }}" + template if silent and isinstance(template, str) else template
+    named = named_templates(tokenizer.chat_template)
+    if not named:
+        template = template_of(tokenizer)
+        return "{{ bos_token }}" * template.silent_bos + template.text
+    used = {
+        template.text: template.silent_bos for template in (template_of(tokenizer), template_of(tokenizer, _ANY_TOOL))
+    }
+    return {name: "{{ bos_token }}" * used.get(text, False) + text for name, text in named.items()}
 
 
 def notes(tokenizer: Any) -> list[str]:
     """What is worth telling about this tokenizer's template, one sentence each."""
-    chat = _chat_of(tokenizer)
+    template = template_of(tokenizer)
     found = []
-    if chat.is_default:
+    if template.is_default:
         found.append('The tokenizer has no chat template; the plain one is used ("User: ...", "Assistant: ...").')
-    if chat.folds_system:
+    if named := named_templates(tokenizer.chat_template):
+        tool_use = ", and tool_use for rows with tools" if "tool_use" in named else ""
+        found.append(f"The tokenizer has {len(named)} chat templates; the one named default is used{tool_use}.")
+    if template.folds_system:
         found.append("The template knows no system message; its text is put in front of the first user message.")
-    if chat.adds_bos and not chat.template_text(_PROBE[1:]).startswith(chat.bos):
-        found.append(f"The template prints no {chat.bos}; one is put in front, as the tokenizer does by itself.")
+    if template.silent_bos:
+        found.append(f"The template prints no {template.bos}; one is put in front, as the tokenizer does by itself.")
+    if "strftime_now" in template.text:
+        found.append(f"The template writes the date into every prompt; these rows have {datetime.now():%Y-%m-%d}.")
     try:
-        head = chat.layout(_PROBE[1:])[1][0].head
+        head = template.layout(_ASKED).spans[0].head
     except BadRow as error:
         return [*found, f"A plain reply will be refused: {error.reason}."]
     if head.strip():
         found.append(f"The template writes {head!r} before a reply; the model must write it too, so it is trained.")
+    try:
+        template.layout([*_ASKED, *_ASKED])
+    except BadRow as error:
+        found.append(f"Rows with several replies will be refused: {error.reason}.")
     return found
 
 
-# ----------------------------------------------------------------------------------------------------- template facts
-
-_PROBE: list[Message] = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Ping"},
-    {"role": "assistant", "content": "Pong"},
-]
-_known: WeakKeyDictionary[Any, tuple[Any, _Chat]] = WeakKeyDictionary()
+_ANY_TOOL: Tools = [{}]  # asks for the template of conversations with tools
+_ASKED: list[Message] = [{"role": "user", "content": "Ping"}, {"role": "assistant", "content": "Pong"}]
 
 
-def _chat_of(tokenizer: Any) -> _Chat:
-    """The facts about a tokenizer's template, found once per tokenizer and template."""
-    state = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token, len(tokenizer))
-    cached = _known.get(tokenizer)
-    if cached is None or cached[0] != state:
-        cached = (state, _Chat(tokenizer))
-        _known[tokenizer] = cached
-    return cached[1]
+# --------------------------------------------------------------------------------------------------------------- rows
 
 
-class _Chat:
-    """A tokenizer's chat template, with the few things about it that one has to find out by trying."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = ref(tokenizer)  # weak, or the cache below would keep its own keys alive
-        self.is_default = not tokenizer.chat_template
-        if self.is_default and not tokenizer.eos_token:
-            raise DataError(
-                "The tokenizer has no chat template and no end-of-text token, so a reply would have no end.",
-                "Give it an eos_token or a chat_template in its tokenizer_config.json.",
-            )
-        self.bos: str = tokenizer.bos_token or ""
-        self.adds_bos = bool(self.bos) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special |= {str(token) for token in tokenizer.all_special_tokens}
-        longest_first = sorted(special, key=lambda token: (-len(token), token))
-        self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.folds_system = not self._takes_system()
-
-    @property
-    def ending(self) -> str:
-        """The control token that ends an assistant's turn."""
-        found = self.control.search(self.tail)
-        if found is None:
-            raise DataError(
-                "The chat template puts no control token after a reply, so the model would never learn to stop.",
-                "Use a template that ends each assistant turn with a special token, such as the eos_token.",
-            )
-        return found[0]
-
-    def _takes_system(self) -> bool:
+def _encode(
+    tokenizer: Any, conversations: Iterable[tuple[Sequence[Message], Tools | None]], train_on: TrainOn, prompt: int
+) -> list[Encoded | BadRow]:
+    """Render all, tokenise all at once, put the labels, and prove all at once that they say the replies."""
+    results: list[Any] = []
+    for messages, tools in conversations:
         try:
-            return _PROBE[0]["content"] in self.template_text(_PROBE)
-        except BadRow:
-            return False
-
-    @cached_property  # late, for a document needs no template
-    def tail(self) -> str:
-        """What the template writes after the last reply, e.g. "<|im_end|>\n"."""
-        try:
-            _, found, tail = self.template_text(_PROBE[1:]).rpartition(_PROBE[-1]["content"])
-            reason = "it leaves the answer out"
+            if len(messages) == 1 and messages[0]["role"] == DOCUMENT:
+                results.append((template_of(tokenizer), _document(tokenizer, messages[0]["content"])))
+            else:
+                template = template_of(tokenizer, tools)
+                results.append((template, template.layout(messages, tools, train_on, prompt)))
         except BadRow as error:
-            found, reason = "", error.reason
-        if not found:
-            raise DataError(
-                f"The tokenizer's chat template cannot carry a question and its answer: {reason}.",
-                "Use the model's own template, or remove chat_template to get the plain default.",
-            )
-        return tail
+            results.append(error)
+    good = [n for n, result in enumerate(results) if not isinstance(result, BadRow)]
+    encoded = _ids(tokenizer, [results[n][1].text for n in good])
+    cutters: dict[int, _Cutter] = {}
+    trained: list[tuple[int, list[int], str]] = []
+    for n, ids in zip(good, encoded, strict=True):
+        template, layout = results[n]
+        cutter = cutters.setdefault(id(template), _Cutter(tokenizer, template))
+        results[n] = _labelled(tokenizer, layout, *cutter.cut(layout.text, ids, layout.starts), n, trained)
+    written = _texts(tokenizer, [ids for _, ids, _ in trained])
+    for (n, _, text), back in zip(trained, written, strict=True):
+        if back != text and _plain(back) != _plain(text):
+            # The trained ids must say the reply, or the row would teach something else than what stands in the file.
+            reason = f"the tokenizer cannot write the reply: {text[:60]!r} comes back as {back[:60]!r}"
+            results[n] = BadRow(reason, "changed by the tokenizer")
+    return results
 
-    def template_text(self, messages: Sequence[Message], reply_follows: bool = False) -> str:
-        """The template's own output; `BadRow` with the template's words when it refuses."""
-        from jinja2.exceptions import TemplateError
 
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        tokenizer = self._tokenizer()
-        assert tokenizer is not None
-        template = DEFAULT_TEMPLATE if self.is_default else None
-        try:
-            text: str = tokenizer.apply_chat_template(
-                plain, chat_template=template, tokenize=False, add_generation_prompt=reply_follows
-            )
-        except (TemplateError, TypeError) as error:
-            raise BadRow(f"the chat template refuses it: {error}", "refused by the template") from None
-        return text
-
-    def render(self, messages: Sequence[Message], reply_follows: bool = False) -> str:
-        """The conversation as text with exactly one BOS where the model wants one, every message's text in it."""
-        for number, message in enumerate(messages):
-            if found := self.control.search(message["content"]):
-                raise BadRow(
-                    f"message {number + 1} ({message['role']}) holds {found[0]!r}, a control token of this tokenizer",
-                    "control token",
+def _labelled(
+    tokenizer: Any,
+    layout: Layout,
+    ids: list[int],
+    places: list[int],
+    n: int,
+    trained: list[tuple[int, list[int], str]],
+) -> Encoded | BadRow:
+    """Ids with labels; the trained stretches and their texts are added to `trained` for the proof."""
+    labels = [IGNORE] * len(ids)
+    at = dict(zip(layout.starts, places, strict=True))
+    for span in layout.spans:
+        place = stop = at.get(span.start, 0)
+        text = layout.text[span.start : span.end]
+        if span.ending:
+            ending = tokenizer.convert_tokens_to_ids(span.ending)
+            try:
+                for _ in range(text.count(span.ending)):  # more than once when a thought or a completion has it too
+                    stop = ids.index(ending, stop) + 1
+            except ValueError:
+                return BadRow(
+                    f"the tokenizer does not write {span.ending!r} as one token", "changed by the tokenizer"
                 )
-        folded = _fold(messages) if self.folds_system else messages
-        text = self.template_text(folded, reply_follows)
-        if self.adds_bos and not text.startswith(self.bos):
-            text = self.bos + text
-        return text
-
-    def layout(self, messages: Sequence[Message]) -> tuple[str, list[Reply]]:
-        """The rendered conversation and the trained replies in it.
-
-        A reply starts where the generation prompt ends and ends with the first control token after its text. The text
-        before both places must be what the template gives for the conversation so far: only then will the model meet
-        at inference what it was trained on.
-        """
-        tail = self.tail  # first: a template that can carry no reply at all is refused as such
-        text = self.render(messages)
-        self._complete(messages, text)
-        replies = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not message.get("train", True):
-                continue
-            prompt = self.render(messages[:number], reply_follows=True)
-            last = number == len(messages) - 1
-            until = text if last else self.render(messages[: number + 1])
-            content = message["content"].strip()
-            reply = self._reply(until, len(prompt), content, tail) if until.startswith(prompt) else None
-            if reply is None or not text.startswith(until[: reply.end]):
-                raise BadRow(_OTHER_PROMPT if reply is None else _REWRITES, "template rewrites turns")
-            replies.append(reply)
-        return text, replies
-
-    def _reply(self, text: str, start: int, content: str, tail: str) -> Reply:
-        """The reply that begins at `start`; `text` ends with its turn."""
-        end = len(text) - len(tail)
-        written = text[start:end].rstrip()
-        if not (text.endswith(tail) and written.endswith(content)):
-            raise BadRow("the chat template changes the reply's text", "changed by the template")
-        ending = self.ending
-        return Reply(start, text.index(ending, end) + len(ending), ending, written.removesuffix(content))
-
-    def earlier_starts(self, messages: Sequence[Message], text: str) -> list[int]:
-        """Where the replies begin that already stand in a prompt (needed to cut tokens as `encode` does)."""
-        starts = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant" and message.get("train", True):
-                prompt = self.render(messages[:number], reply_follows=True)
-                starts += [len(prompt)] if text.startswith(prompt) else []
-        return starts
-
-    def _complete(self, messages: Sequence[Message], text: str) -> None:
-        """Every message's text is in the rendered conversation, in order."""
-        at = 0
-        for number, message in enumerate(messages):
-            content = message["content"].strip()
-            found = text.find(content, at)
-            if found < 0:
-                where = f"message {number + 1} ({message['role']})"
-                raise BadRow(f"the chat template drops or changes the text of {where}", "changed by the template")
-            at = found + len(content)
+        else:
+            stop = len(ids)
+        labels[place:stop] = ids[place:stop]
+        trained.append((n, ids[place:stop], text))
+    if not any(label != IGNORE for label in labels):
+        return BadRow("there is no reply to train", "no reply")
+    return Encoded(ids, labels)
 
 
-_REWRITES = (
-    "the chat template writes an earlier reply differently once the conversation goes on, so it would be trained as "
-    "the model never has to write it; give the row as prompt-completion with message lists to train its last reply"
-)
-_OTHER_PROMPT = "the chat template begins this reply otherwise than its own generation prompt says"
-
-
-def _fold(messages: Sequence[Message]) -> Sequence[Message]:
-    """The system text moved into the first user message."""
-    if len(messages) < 2 or messages[0]["role"] != "system":
-        return messages
-    system, user, *rest = messages
-    return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+def _document(tokenizer: Any, text: str) -> Layout:
+    """BOS (where the tokenizer wants one), the text, EOS; a text that brings its own gets no second."""
+    template = template_of(tokenizer)
+    eos = tokenizer.eos_token
+    if not eos:
+        raise DataError(
+            "The tokenizer has no end-of-text token, so a plain text would have no end.",
+            "Give it an eos_token in its tokenizer_config.json.",
+        )
+    if template.adds_bos and not text.startswith(template.bos):
+        text = template.bos + text
+    text = text if text.endswith(eos) else text + eos
+    return Layout(text, [], [Span(0, len(text), "")])
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-
-def _tokenize(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Ids of `text`, and the index of the first token at each of `starts`.
+class _Cutter:
+    """Finds the token at which a reply starts.
 
     The ids before a start are always those of the text before it alone, which is all a model has at inference. Where
     the tokenizer would join across (prompt "...\\n", reply "\\nHi" -> one token "\\n\\n"), the text is cut there:
 
         text     assistant \\n | \\n H i        joined:  [assistant] [\\n\\n] [H] [i]
                                                cut:     [assistant] [\\n] | [\\n] [H] [i]
+
+    Tokenising each prompt again would double the work. But a tokenizer cuts the text at added tokens first and then
+    encodes what lies between by itself. So the ids before a start are those up to the last added token, which are
+    known, and those of the few characters from there on ("<|im_start|>assistant\\n"), the same in almost every row.
     """
-    ids: list[int] = []
-    places: list[int] = []
-    base, rest = 0, _ids(tokenizer, text)
-    for start in starts:
-        head = _ids(tokenizer, text[base:start])
-        if rest[: len(head)] != head:
-            ids, base, rest, head = ids + head, start, _ids(tokenizer, text[start:]), []
-        places.append(len(ids) + len(head))
-    return ids + rest, places
+
+    def __init__(self, tokenizer: Any, template: Template) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = _anchor(tokenizer, template)
+        self._known: dict[str, list[int]] = {}
+
+    def cut(self, text: str, ids: list[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ids of `text`, cut where need be, and the index of the first token at each of `starts`."""
+        places = self._quick(text, ids, starts)
+        return _cut_plainly(self._tokenizer, text, ids, starts) if places is None else (ids, places)
+
+    def _quick(self, text: str, ids: list[int], starts: Sequence[int]) -> list[int] | None:
+        if self._anchor is None:
+            return None
+        word, number = self._anchor
+        if text.count(word) != ids.count(number):
+            return None
+        places: list[int] = []
+        end = at = 0  # text and ids up to here are the same
+        place = -1
+        for start in starts:
+            begin = text.rfind(word, end, start)
+            if begin < 0:
+                return None
+            for _ in range(text.count(word, at, begin + len(word))):
+                place = ids.index(number, place + 1)
+            at = begin + len(word)
+            short = text[begin:start]
+            if (head := self._known.get(short)) is None:
+                [head] = _ids(self._tokenizer, [short])
+                if len(self._known) < 1000:
+                    self._known[short] = head
+            if ids[place : place + len(head)] != head:
+                return None
+            places.append(place + len(head))
+            end = start
+        return places
 
 
-def _same_text(tokenizer: Any, ids: list[int], text: str) -> None:
-    """The trained ids must say the reply; else the row would teach something else than what stands in the file."""
-    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if back != text and _plain(back) != _plain(text):
-        raise BadRow(
-            f"the tokenizer cannot write the reply: {text[:60]!r} comes back as {back[:60]!r}",
-            "changed by the tokenizer",
+def _anchor(tokenizer: Any, template: Template) -> tuple[str, int] | None:
+    """The last added token of the generation prompt, if the text on both sides of it is always encoded by itself."""
+    if getattr(tokenizer, "split_special_tokens", False) or not getattr(tokenizer, "is_fast", False):
+        return None
+    try:
+        opening = template.render(_ASKED[:1], reply_follows=True)
+    except BadRow:
+        return None
+    added = {str(token): (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
+    sure = [
+        (opening.rfind(word), word, number)
+        for word, (number, token) in added.items()
+        if word in opening and not (token.single_word or token.normalized)
+        # no other token can reach into it from the left, or hold it
+        if not any(
+            other != word and (word in other or any(other.endswith(word[:n]) for n in range(1, len(word))))
+            for other in added
         )
+    ]
+    return max(sure)[1:] if sure else None
+
+
+def _cut_plainly(tokenizer: Any, text: str, ids: list[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
+    done: list[int] = []
+    places: list[int] = []
+    base, rest = 0, ids
+    for start in starts:
+        [head] = _ids(tokenizer, [text[base:start]])
+        if rest[: len(head)] != head:
+            done, base, head = done + head, start, []
+            [rest] = _ids(tokenizer, [text[start:]])
+        places.append(len(done) + len(head))
+    return done + rest, places
+
+
+def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Ids of texts without anything added; for fast tokenizers without the character offsets, which cost a third."""
+    core = _core(tokenizer)
+    if not texts:
+        return []
+    if core is None:
+        return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [] for text in texts]
+    return [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _texts(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    core = _core(tokenizer)
+    if core is None:
+        return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in rows]
+    return list(core.decode_batch(rows, skip_special_tokens=False)) if rows else []
+
+
+def _core(tokenizer: Any) -> Any:
+    """The fast tokenizer inside, ready to encode as `tokenizer(text)` does; None when there is none."""
+    if not getattr(tokenizer, "is_fast", False) or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    core = tokenizer.backend_tokenizer
+    if core.padding is not None:
+        core.no_padding()
+    if core.truncation is not None:
+        core.no_truncation()
+    core.encode_special_tokens = False
+    return core
 
 
 def _plain(text: str) -> str:
@@ -360,17 +336,7 @@ def _plain(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def _encode_document(tokenizer: Any, text: str) -> Encoded:
-    """BOS (where the tokenizer wants one), the text, EOS; a text that brings its own gets no second."""
-    chat = _chat_of(tokenizer)
-    eos = tokenizer.eos_token
-    if not eos:
-        raise DataError(
-            "The tokenizer has no end-of-text token, so a plain text would have no end.",
-            "Give it an eos_token in its tokenizer_config.json.",
-        )
-    if chat.adds_bos and not text.startswith(chat.bos):
-        text = chat.bos + text
-    ids = _ids(tokenizer, text if text.endswith(eos) else text + eos)
-    _same_text(tokenizer, ids, text if text.endswith(eos) else text + eos)
-    return Encoded(ids, list(ids))
+__all__ = [
+    "DEFAULT_TEMPLATE", "IGNORE", "Encoded", "Tools", "TrainOn", "encode", "encode_many", "end_of_turn_ids", "notes",
+    "prompt_ids", "template_to_save",
+]  # fmt: skip

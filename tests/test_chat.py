@@ -119,9 +119,10 @@ def test_a_template_that_rewrites_earlier_replies_is_refused() -> None:
     messages[1]["train"] = False
     row = chat.encode(tokenizer, messages)
     assert trained(tokenizer, row) == [written("qwen3", "2")]
-    assert chat.notes(tokenizer) == [
-        f"The template writes {THINK!r} before a reply; the model must write it too, so it is trained."
-    ]
+    head, several = chat.notes(tokenizer)
+    assert head == f"The template writes {THINK!r} before a reply; the model must write it too, so it is trained."
+    assert several.startswith("Rows with several replies will be refused: the chat template writes an earlier reply")
+    assert several.endswith("data.train_on: last trains the last reply of such rows.")
 
 
 def test_prompt_turns_of_the_assistant_are_not_trained() -> None:
@@ -262,7 +263,7 @@ def test_a_template_that_drops_thoughts_is_refused() -> None:
     drops = template.replace("message['content']", "message['content'].split('</think>')[-1]")
     tokenizer = tiny_tokenizer(drops)
     assert trained(tokenizer, chat.encode(tokenizer, said("Hi", "Hello"))) == ["Hello<|im_end|>"]
-    with pytest.raises(BadRow, match=r"drops or changes the text of message 2 \(assistant\)"):
+    with pytest.raises(BadRow, match=r"drops the thought of message 2 \(assistant\)"):
         chat.encode(tokenizer, said("Hi", "<think>hm</think>Hello"))
 
 
