@@ -39,6 +39,9 @@ The modules in reading order, which is also the only legal direction of imports:
     strict_json   JSON text -> values, or why not
     turns         a list of messages -> turns in order, or a verdict
     formats       any row -> a conversation, or a verdict
+    json_array    a JSON array of any size -> its values
+    readers       one open file -> blocks of rows
+    hub_rows      a data set on the hub -> the files of a split
     files         a file, glob or hub data set -> raw rows with their place
     templates     a chat template: the text, and where the replies stand in it
     chat          messages -> token ids and labels

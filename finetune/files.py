@@ -1,39 +1,69 @@
 """What `data.train` names -> raw rows, each with its place.
 
-    path, glob, hub data set, home-intents  ->  [Source]  ->  ("rows.jsonl:3", {"prompt": "Hi", "completion": "Yes"})
-                                                              ("rows.jsonl:4", BadRow("not JSON: ..."))
+    path, glob, hub data set, home-intents  ->  [Source]  ->  Chunk(source=0)  ->  3, {"prompt": "Hi", ...}
+                                                              Chunk(source=0)      4, BadRow("not JSON: ...")
 
-JSONL is read line by line here and not by a columnar reader, which wants one type per column and bends values to it
-("007" -> 7, a JSON reply -> an object). A row's meaning never depends on the rows around it.
+A chunk is small and travels to another process, where `rows()` parses it; `sources[chunk.source].where(3)` is the
+place in words, "rows.jsonl:3".
 """
 
 from __future__ import annotations
 
-import csv
 import glob
 import hashlib
-import json
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import IO
 
+from finetune import hub_rows, readers
 from finetune.errors import DataError
-from finetune.formats import BadRow
+from finetune.readers import Row
 
-Found = Iterator[tuple[str, dict[str, Any] | BadRow]]  # where it stands ("file:line"), and the row or what is wrong
+_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}  # how compressed files begin
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or (without a path) a hub data set."""
+    """A file here (`path`), a file of a hub data set (`address`), or a data set that only `datasets` can read."""
 
     name: str
-    path: Path | None
+    path: Path | None = None
+    address: str | None = None
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know about how this is read."""
+        if self.path or self.address:
+            return None
+        return (
+            f"{self.name} is read through the library datasets, which may change text that looks like JSON; "
+            "its rows are not cached."
+        )
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """(".jsonl", ".gz") of rows.jsonl.gz."""
+        return readers.kind_of(str(self.path or self.address or ""))
+
+    def where(self, line: int) -> str:
+        """The place of a row in words."""
+        return f"{self.name}:{'row ' if self.kind[0] in ('.parquet', '') else ''}{line}"
+
+    def open(self) -> IO[bytes]:
+        assert self.path or self.address, self.name
+        return self.path.open("rb") if self.path else hub_rows.open_file(str(self.address))
+
+    def fingerprint(self) -> str | None:
+        """What changes when the rows do: SHA-256 of a file's bytes, a hub file's address with its commit and size.
+
+        None where nothing tells whether the rows are still the same.
+        """
+        if self.address:
+            return f"{self.address} {hub_rows.size_of(self.address)}" if "@" in self.address else None
+        return self.sha256()
 
     def sha256(self) -> str | None:
         if self.path is None:
@@ -43,6 +73,61 @@ class Source:
             while block := file.read(1 << 20):
                 digest.update(block)
         return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of the source with this index."""
+
+    source: int
+    block: readers.Block
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        """Each row, or what is wrong with it, and its line."""
+        return readers.rows_of(self.block)
+
+
+def chunks(sources: Sequence[Source], limit: int | None, size: int = 1 << 20) -> Iterator[Chunk]:
+    """The sources in order, in chunks of about `size` bytes; only the first `limit` rows.
+
+    Raises `DataError` where a file cannot be read on; a bad row is handed out as what is wrong with it.
+    """
+    left = limit
+    for index, source in enumerate(sources):
+        for block in _blocks(source, size):
+            if left is not None:
+                block, taken = readers.cut(block, left)
+                left -= taken
+            yield Chunk(index, block)
+            if left == 0:
+                return
+
+
+def rows(sources: Iterable[Source], limit: int | None) -> Iterator[tuple[str, Row]]:
+    """The rows of the sources one after the other, the first `limit` of them, with their places in words."""
+    sources = list(sources)
+    for chunk in chunks(sources, limit):
+        for line, row in chunk.rows():
+            yield sources[chunk.source].where(line), row
+
+
+def _blocks(source: Source, size: int) -> Iterator[readers.Block]:
+    if not (source.path or source.address):
+        found = hub_rows.stream(source.name)
+        for first in count(1, 1000):
+            block: readers.Parsed = list(enumerate(islice(found, 1000), first))
+            if not block:
+                return
+            yield block
+    try:
+        file = source.open()
+    except Exception as error:  # files raise OSError; connections what they like
+        raise DataError(f"{source.name} cannot be read: {error}.", "Check the file and the connection.") from None
+    with file:
+        yield from readers.blocks(source.name, file, *source.kind, size)
+
+
+# ---------------------------------------------------------------------------------------------------- finding files
 
 
 def find(names: str | Sequence[str]) -> list[Source]:
@@ -55,7 +140,7 @@ def find(names: str | Sequence[str]) -> list[Source]:
     for source in sources:
         if source.path is not None:
             _check_file(source.name, source.path)
-        if (key := str(source.path.resolve() if source.path else source.name)) in seen:
+        if (key := source.address or str(source.path.resolve() if source.path else source.name)) in seen:
             raise DataError(f"{source.name} is named twice in the data.", "Name each file once.")
         seen.add(key)
     return sources
@@ -68,13 +153,31 @@ def _find_one(name: str) -> list[Source]:
     if path.exists():
         return [Source(name, path)]
     if glob.has_magic(name):
-        files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(file)]
-        if not files:
+        found = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(file)]
+        if not found:
             raise DataError(f"No file fits {name}.", "Check the pattern and the folder it starts from.")
-        return [Source(str(file), file) for file in files]
-    if path.suffix.lower() in _READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.\[\]%-]+)?", name):
+        return [Source(str(file), file) for file in found]
+    if readers.kind_of(name)[0] or not hub_rows.is_name(name):
         raise DataError(f"There is no file {name}.", f"Check the path; it starts from {Path.cwd()}.")
-    return [Source(name, None)]
+    return _hub_sources(name)
+
+
+def _hub_sources(name: str) -> list[Source]:
+    """One source per file of a hub data set, or the whole of it where a file is of a kind that is not known here."""
+    addresses = hub_rows.files_of(name)
+    if not addresses or not all(readers.kind_of(address)[0] and "::" not in address for address in addresses):
+        return [Source(name)]
+    return [
+        Source(f"{name.partition(':')[0]}/{_inside(address)}", address=address)
+        if "://" in address
+        else Source(address, Path(address))
+        for address in addresses
+    ]
+
+
+def _inside(address: str) -> str:
+    """data/train.jsonl of hf://datasets/org/name@5f0e/data/train.jsonl."""
+    return address.partition("@")[2].partition("/")[2] or address.rpartition("/")[2]
 
 
 def _home_intents(split: str) -> Path:
@@ -92,189 +195,23 @@ def _check_file(name: str, path: Path) -> None:
         raise DataError(
             f"{name} is a folder, not a file.", f"Name its files, for instance {name.rstrip('/')}/*.jsonl."
         )
-    if path.suffix.lower() not in _READERS:
-        raise DataError(f"{name} is of a kind that cannot be read.", f"Known are {', '.join(_READERS)}.")
+    kind, packing = readers.kind_of(str(path))
+    if not kind:
+        known = f"{', '.join(readers.KINDS)}, all but the last also with {' or '.join(readers.PACKINGS)} behind"
+        raise DataError(f"{name} is of a kind that cannot be read.", f"Known are {known}.")
     try:
         with path.open("rb") as file:
             start = file.read(4)
-    except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror}.", "Check the rights of the file.") from None
+            file.seek(0)
+            if start and packing:
+                start = readers.unpacked(file, packing).read(4)
+    except (OSError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"{name} cannot be read: {reason}.", "Check the file and your rights to it.") from None
     if not start:
         raise DataError(f"{name} is empty.", "Put rows into it, or name another file.")
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{name} is UTF-16 text (it starts with that byte-order mark).", "Save it as UTF-8.")
-
-
-def rows(sources: Iterable[Source], limit: int | None) -> Found:
-    """The rows of the sources one after the other, the first `limit` of them.
-
-    Raises `DataError` where a file cannot be read on; a bad row is handed out as what is wrong with it.
-    """
-    return islice((found for source in sources for found in _rows_in(source)), limit)
-
-
-def _rows_in(source: Source) -> Found:
-    """The rows of one source; what ends the reading half-way is a `DataError` too."""
-    if source.path is None:
-        yield from _hub_rows(source.name)
-        return
-    try:
-        yield from _READERS[source.path.suffix.lower()](source.name, source.path)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(
-            f"{source.name} cannot be read to its end: {error}.", "Save it again as UTF-8 text."
-        ) from None
-
-
-def _json_rows(name: str, path: Path) -> Found:
-    """JSON lines, or one JSON array. Byte-order mark, CRLF, blank lines and the last newline make no difference."""
-    begun = False
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if text and not begun and text.startswith(b"["):
-                break
-            if text == b"{" and not begun:
-                raise DataError(
-                    f"{name} is one JSON object spread over many lines.",
-                    "Write one object per line, or an array of them.",
-                )
-            if text:
-                begun = True
-                yield f"{name}:{number}", _json_row(text)
-        else:
-            return
-    yield from _array_rows(name, path.read_text(encoding="utf-8-sig"))
-
-
-def _json_row(line: bytes) -> dict[str, Any] | BadRow:
-    decoder, faults = _strict_json()
-    try:
-        text = line.decode()
-        value = decoder.decode(text)
-    except UnicodeDecodeError as error:
-        return BadRow(f"byte {error.start + 1} is not UTF-8", "not UTF-8")
-    except (ValueError, RecursionError) as error:
-        return BadRow(f"not JSON: {error}", "not JSON")
-    return _object(value, text, faults)
-
-
-def _array_rows(name: str, text: str) -> Found:
-    """The objects of one JSON array, each with the line it begins on."""
-    space = re.compile(r"[ \t\r\n]*")
-
-    def after(at: int) -> int:
-        found = space.match(text, at)
-        return found.end() if found else at
-
-    at, line, counted = after(text.index("[") + 1), 1, 0
-    while text[at : at + 1] != "]":
-        decoder, faults = _strict_json()
-        line, counted = line + text.count("\n", counted, at), at
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{name}:{line}: the JSON array cannot be read on: {error}.", "Correct the file there."
-            ) from None
-        yield f"{name}:{line}", _object(value, text[at:end], faults)
-        at = after(end)
-        if text[at : at + 1] == ",":
-            at = after(at + 1)
-        elif text[at : at + 1] != "]":
-            raise DataError(f"{name}:{line}: the JSON array has no end or lacks a comma.", "Correct the file there.")
-    if text[at + 1 :].strip():
-        raise DataError(
-            f"{name}: something stands behind the JSON array.", "Remove it, or write one object per line."
-        )
-
-
-def _strict_json() -> tuple[json.JSONDecoder, list[str]]:
-    """A decoder, and the list into which it writes what the standard forbids but Python accepts."""
-    faults: list[str] = []
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        known = dict(items)
-        if len(known) < len(items):
-            twice = next(key for key, count in Counter(key for key, _ in items).items() if count > 1)
-            faults.append(f"the key '{twice}' stands twice in one object")
-        return known
-
-    def constant(name: str) -> None:
-        faults.append(f"{name} is no number in JSON")
-
-    return json.JSONDecoder(object_pairs_hook=pairs, parse_constant=constant), faults
-
-
-def _object(value: Any, text: str, faults: list[str]) -> dict[str, Any] | BadRow:
-    if "\\u" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            faults.append("half of a surrogate pair stands alone, which is no text")
-    if faults:
-        return BadRow(faults[0], "not strict JSON")
-    return value if isinstance(value, dict) else BadRow("not an object with named columns", "not an object")
-
-
-def _csv_rows(name: str, path: Path) -> Found:
-    """Comma- or tab-separated text with a header; every cell is text, a missing cell is null."""
-    limit = csv.field_size_limit(1 << 30)  # Python's own limit of 128 KiB is below a long document
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-            header = next(reader, [])
-            if len(set(header)) < len(header):
-                raise DataError(f"{name}:1: a column name stands twice in the header.", "Rename one of them.")
-            for cells in reader:
-                where = f"{name}:{reader.line_num}"
-                if len(cells) > len(header):
-                    yield where, BadRow(f"{len(cells)} cells under {len(header)} column names", "too many cells")
-                elif cells:
-                    yield where, dict(zip(header, [*cells, *[None] * (len(header) - len(cells))], strict=True))
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _parquet_rows(name: str, path: Path) -> Found:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{name}:row {number}", row
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{name} cannot be read after row {number}: {error}.", "Write the Parquet file again."
-        ) from None
-
-
-def _hub_rows(name: str) -> Found:
-    """A data set from the hub, `name` or `name:split`."""
-    import datasets
-
-    repository, _, split = name.partition(":")
-    try:
-        table = datasets.load_dataset(repository, split=split or "train")
-    except Exception as error:  # datasets raises a dozen unrelated types for "not there" and "no connection"
-        raise DataError(
-            f"There is no file {name}, and no data set of that name could be read from the hub: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}.",
-            "Check the path if a file is meant; else check the data set's name, its split and the connection.",
-        ) from None
-    for number, row in enumerate(table, 1):
-        yield f"{name}:row {number}", dict(row)
-
-
-_READERS: dict[str, Callable[[str, Path], Found]] = {
-    ".jsonl": _json_rows,
-    ".ndjson": _json_rows,
-    ".json": _json_rows,
-    ".csv": _csv_rows,
-    ".tsv": _csv_rows,
-    ".parquet": _parquet_rows,
-}
+    for mark, ending in _STARTS.items():
+        if start.startswith(mark):
+            raise DataError(f"{name} is compressed, and its name does not say so.", f"Add {ending} to its name.")
