@@ -45,7 +45,11 @@ The modules in reading order, which is also the only legal direction of imports:
     files         a file, glob or hub data set -> raw rows with their place
     templates     a chat template: the text, and where the replies stand in it
     chat          messages -> token ids and labels
+    pieces        token ids -> text that a person can read
     data          files -> training and evaluation rows, with counts
+    near          rows that are nearly the same
+    duplicates    copies among the rows, and leaks into the held-out ones
+    data_report   what the rows of a recipe are, in numbers
     scores        replies against references -> numbers
     adapter_file  a LoRA adapter as it lies on disk
     model_files   what stands beside the weights: configs, tokenizer, template
@@ -67,6 +71,7 @@ The modules in reading order, which is also the only legal direction of imports:
     report        numbers -> what a person likes to read
     plan_page     a plan as a page and as a drawing
     plan_view     a plan in the terminal
+    data_view     the rows in the terminal
     verify        two real steps against the plan
     planning      the verb `plan`, from all sides
     train         the story of one run

@@ -150,6 +150,38 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 @app.command(rich_help_panel=WAY)
+def data(
+    recipe: RecipeName,
+    row: Annotated[Optional[int], typer.Option(min=1, help="This row of the files alone, with all tokens.")] = None,  # noqa: UP045
+    rows: Annotated[int, typer.Option(min=0, help="How many of the first rows are shown.")] = 3,
+    html: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write a page to search the rows.")] = None,  # noqa: UP045
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Look at the rows as the model will see them, before paying for a GPU."""
+    from finetune.data_report import ask, look, take
+    from finetune.data_view import data_view, row_view
+    from finetune.model import load_tokenizer
+
+    with _stdout_for_json(as_json):
+        loaded = _load(recipe, set_)
+        taken = take(loaded, load_tokenizer(loaded))
+        if row is not None:
+            asked = ask(taken, row)
+        if row is None or html is not None:
+            report = look(taken)
+        if html is not None:
+            from finetune.data_page import data_html
+
+            html.write_text(data_html(report), encoding="utf-8")
+    if as_json:
+        _document(report.document(rows) if row is None else asked.document())
+    else:
+        _show(data_view(report, rows) if row is None else row_view(asked))
+    taken.require_trainable()
+
+
+@app.command(rich_help_panel=WAY)
 def train(
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="A shipped recipe's name or a .yaml file.")

@@ -1,0 +1,417 @@
+"""What the rows of a recipe are, in numbers, before a GPU is rented: `finetune data`.
+
+    Recipe -> prepare -> Prepared -> Report     counts, lengths, copies, leaks, warnings, rows token by token
+
+Where `train` would stop (bad rows, rows that are too long), the report shows the rows all the same and keeps the
+refusal. No weights are read, only the tokenizer.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune import chat, files, formats, near
+from finetune.chat import IGNORE, Encoded
+from finetune.data import Prepared, prepare, read_conversations
+from finetune.duplicates import Copies, Leak, Side, copies, leak
+from finetune.errors import DataError, InputError
+from finetune.formats import BadRow
+from finetune.pieces import Piece, Speller
+from finetune.recipe import Data, Recipe
+from finetune.store import Rows
+
+_ENDLESS = 2**30  # tokens; no row is longer
+_TAIL = 8  # a longest row of so many medians is shown in bins that double
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Rows of `start` to `end` tokens."""
+
+    start: int
+    end: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What the trained parts of the rows have in common: what the model learns to write."""
+
+    rows: int
+    begin: str  # what all of them begin with, and in how many tokens
+    begin_tokens: int
+    end: str
+    end_tokens: int
+    same: int  # rows with the most frequent reply
+    same_text: str
+    wordless: int  # without a letter or a digit
+    endless: int  # without a token that ends it
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One row as the model sees it."""
+
+    place: str
+    side: str  # "trained" or "held out"
+    row: Encoded
+    pieces: tuple[Piece, ...]
+    marks: tuple[str, ...] = ()  # "copy", "long"
+
+    @property
+    def trained(self) -> int:
+        """Tokens that give a loss."""
+        return len(self.row.labels[1:]) - self.row.labels[1:].count(IGNORE)
+
+    def document(self) -> dict[str, Any]:
+        """For `--json`; `pieces` are [text, how many tokens]."""
+        pieces = [[piece.text, len(piece.ids)] for piece in self.pieces]
+        where = {"place": self.place, "side": self.side, "marks": list(self.marks)}
+        return {**where, "ids": self.row.input_ids, "labels": self.row.labels, "pieces": pieces}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The row that `--row` asks for: what stands in the file, and what becomes of it."""
+
+    number: int
+    place: str
+    verdict: str
+    messages: list[Any] = field(default_factory=list)
+    tools: list[Any] = field(default_factory=list)
+    shown: tuple[Shown, ...] = ()  # nothing when it is left out, several when it is split
+
+    def document(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**vars(self), "shown": [row.document() for row in self.shown]}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The rows of a recipe as `train` would take them, unpacked."""
+
+    recipe: Recipe
+    tokenizer: Any
+    speller: Speller
+    prepared: Prepared
+    train: Side
+    held: Side | None
+    lengths: dict[str, int]  # tokens at the percentiles "50", "90" and "99", and "max"
+    refusal: DataError | None  # why `train` would stop
+
+    def shown(self, side: Side, index: int, marks: tuple[str, ...] = ()) -> Shown:
+        """One row for a person to look at."""
+        row = side.rows[index]
+        length, lengths = len(row.input_ids), self.lengths
+        long = length > self.recipe.data.max_length or length > max(lengths["99"], 2 * lengths["50"])
+        pieces = tuple(self.speller.pieces(row.input_ids, row.labels))
+        return Shown(side.place(index), side.name, row, pieces, marks + ("long",) * long)
+
+    def require_trainable(self) -> None:
+        """Raise `DataError` where `train` would stop, in two sentences."""
+        if self.refusal is not None:
+            what = self.refusal.what.strip().splitlines()[0].rstrip(":.")
+            raise DataError(f"Training would stop: {what}.", self.refusal.hint)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All numbers."""
+
+    taken: Taken
+    histogram: list[Bin]
+    longer: int  # rows that are longer than max_length, where `train` would stop at them
+    sources: list[dict[str, Any]]
+    steps: int
+    copies: Copies
+    leaks: list[Leak]
+    replies: Replies
+    notes: list[str]
+
+    @property
+    def trained_share(self) -> float:
+        """Tokens with a loss of all tokens."""
+        return self.taken.train.rows.trained_tokens / self.taken.train.rows.tokens
+
+    def warnings(self) -> list[str]:
+        """What somebody should know before paying for a GPU, a sentence or two each."""
+        return list(_warnings(self))
+
+    def first(self, count: int) -> list[Shown]:
+        """The first trained rows."""
+        return [self.shown(self.taken.train, index) for index in range(min(count, len(self.taken.train)))]
+
+    def shown(self, side: Side, index: int) -> Shown:
+        """One row, marked where it is a copy."""
+        copy = side is self.taken.train and index in self.copies.marked
+        return self.taken.shown(side, index, ("copy",) * copy)
+
+    def document(self, first: int = 0) -> dict[str, Any]:
+        """For `--json`, with so many of the first rows."""
+        taken, rows, refusal = self.taken, self.taken.train.rows, self.taken.refusal
+        return {
+            "model": taken.recipe.model,
+            "refusal": None if refusal is None else {"what": refusal.what, "hint": refusal.hint},
+            "rows": {"trained": len(rows), "held_out": len(taken.held or ())},
+            "tokens": rows.tokens,
+            "trained_tokens": rows.trained_tokens,
+            "trained_share": round(self.trained_share, 4),
+            "steps_per_epoch": self.steps,
+            "lengths": taken.lengths,
+            "max_length": taken.recipe.data.max_length,
+            "longer": self.longer,
+            "histogram": [vars(part) for part in self.histogram],
+            "sources": self.sources,
+            "copies": self.copies.document(),
+            "leaks": [found.document() for found in self.leaks],
+            "replies": vars(self.replies),
+            "warnings": self.warnings(),
+            "notes": self.notes,
+            "counts": taken.prepared.counts,
+            "first": [row.document() for row in self.first(first)],
+        }
+
+
+def take(recipe: Recipe, tokenizer: Any) -> Taken:
+    """Prepare a recipe's rows; where `train` would stop, all that can be read, and why it would stop.
+
+    Raises `DataError` when not even that can be done: a file that isn't there, no row that can be trained.
+    """
+    data = recipe.data.model_copy(update={"packing": False})
+    refusal = None
+    try:
+        prepared = prepare(recipe.model_copy(update={"data": data}), tokenizer)
+    except DataError as error:
+        refusal, lenient = error, {"on_bad_row": "skip"}
+        if data.overlong == "error":
+            data = data.model_copy(update={"max_length": _ENDLESS})
+        data = data.model_copy(update=lenient)
+        prepared = prepare(recipe.model_copy(update={"data": data}), tokenizer)
+    held = Side("held out", prepared.eval) if prepared.eval is not None else None
+    lengths = percentiles(prepared.train.lengths)
+    train = Side("trained", prepared.train)
+    return Taken(recipe, tokenizer, Speller(tokenizer), prepared, train, held, lengths, refusal)
+
+
+def look(taken: Taken) -> Report:
+    """Everything about the rows that were taken."""
+    recipe, train = taken.recipe, taken.train
+    lengths, most = train.rows.lengths, recipe.data.max_length
+    sequences = math.ceil(train.rows.tokens / most) if recipe.data.packing is True else len(train)
+    asked, notes = _questions(taken)
+    return Report(
+        taken,
+        histogram(lengths, most),
+        sum(length > most for length in lengths),
+        _sources(taken.prepared, recipe),
+        math.ceil(sequences / recipe.train.batch_size),
+        copies(train),
+        [leak(name, train, side) for name, side in (("data.eval", taken.held), ("evaluate.data", asked)) if side],
+        _replies(train.rows, _stops(taken.tokenizer), taken.speller),
+        [*taken.prepared.notes, *notes],
+    )
+
+
+def _sources(prepared: Prepared, recipe: Recipe) -> list[dict[str, Any]]:
+    """Each file with the rows read, kept, trained and held out."""
+    import numpy as np
+
+    found: list[dict[str, Any]] = [dict(file, of="data.train") for file in prepared.counts["files"]]
+    apart = isinstance(recipe.data.eval, str)
+    evaluated: list[dict[str, Any]] = (
+        [dict(file, of="data.eval") for file in prepared.counts["eval"]["files"]] if apart else []
+    )
+    for rows, name, into in (
+        (prepared.train, "trained", found),
+        (prepared.eval, "held_out", evaluated if apart else found),
+    ):
+        if rows is not None:
+            for file, count in zip(into, np.bincount(rows.column("source"), minlength=len(into)), strict=True):
+                file[name] = int(count)
+    return [{"trained": 0, "held_out": 0, **file} for file in found + evaluated]
+
+
+def _questions(taken: Taken) -> tuple[Side | None, list[str]]:
+    """The rows of evaluate.data, where they lie here."""
+    recipe = taken.recipe
+    if recipe.evaluate is None:
+        return None, []
+    source = recipe.evaluate.data
+    try:
+        if any(found.path is None for found in files.find(source)):
+            return None, [f"evaluate.data {source} is not on this machine, so the rows are not compared with it."]
+        talks = read_conversations(source, recipe.data)
+        rows = chat.encode_many(taken.tokenizer, talks, recipe.data.train_on)
+    except DataError as error:
+        return None, [f"The rows are not compared with evaluate.data {source}: {error}"]
+    return Side("asked", Rows.of([row for row in rows if not isinstance(row, BadRow)]), source), []
+
+
+# ------------------------------------------------------------------------------------------------------------ lengths
+
+
+def percentiles(lengths: Any) -> dict[str, int]:
+    """The nearest-rank percentiles 50, 90 and 99, and the longest."""
+    ordered = sorted(int(length) for length in lengths)
+    found = {str(part): ordered[math.ceil(part * len(ordered) / 100) - 1] for part in (50, 90, 99)}
+    return {**found, "max": ordered[-1]}
+
+
+def histogram(lengths: Any, max_length: int) -> list[Bin]:
+    """Rows by length: up to twelve equal bins of a round width; bins that double where the tail is long.
+
+    A bin ends at `max_length` when rows are longer than that.
+    """
+    lengths = [int(length) for length in lengths]
+    shortest, middle, longest = min(lengths), percentiles(lengths)["50"], max(lengths)
+    if longest > _TAIL * middle:
+        ends = [2**power for power in range((shortest - 1).bit_length(), (longest - 1).bit_length() + 1)]
+        before = ends[0] // 2
+    else:
+        widths = (part * 10**power for power in range(12) for part in (1, 2, 5))
+        width = next(w for w in widths if -(-longest // w) - (shortest - 1) // w <= 12)
+        before = (shortest - 1) // width * width
+        ends = list(range(before + width, longest + width, width))
+    if longest > max_length >= shortest:
+        ends = sorted({*ends, max_length})
+    counts = Counter(bisect_left(ends, length) for length in lengths)
+    return [Bin(start + 1, end, counts[n]) for n, (start, end) in enumerate(zip([before, *ends], ends, strict=False))]
+
+
+# ------------------------------------------------------------------------------------------------- replies, warnings
+
+
+def _replies(rows: Iterable[Encoded], stops: set[int], speller: Speller) -> Replies:
+    """One pass over the trained tokens of every row."""
+    letters: dict[int, bool] = {}
+    often: Counter[int] = Counter()
+    likely: dict[int, list[int]] = {}  # one row for each of the first replies, to show the most frequent
+    count = wordless = endless = 0
+    begin: list[int] = []
+    end: list[int] = []
+    for row in rows:
+        reply = [label for label in row.labels if label != IGNORE]
+        body = [number for number in reply if number not in speller.special]
+        digest = near.digest(reply)
+        often[digest] += 1
+        if often[digest] == 2 or not likely:
+            likely[digest] = reply
+        for number in body:
+            if number not in letters:
+                letters[number] = speller.has_letters(number)
+        wordless += not any(letters[number] for number in body)
+        endless += stops.isdisjoint(reply)
+        turned = body[::-1]
+        begin = body if not count else begin[: _shared(begin, body)]
+        end = turned if not count else end[: _shared(end, turned)]
+        count += 1
+    digest, same = often.most_common(1)[0]
+    return Replies(
+        count, speller.text(begin), len(begin), speller.text(end[::-1]), len(end), same,
+        speller.text(likely.get(digest, [])), wordless, endless,
+    )  # fmt: skip
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    if other[: len(one)] == one:
+        return len(one)
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _stops(tokenizer: Any) -> set[int]:
+    """The tokens that end a reply or a document."""
+    ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    try:
+        return ends | set(chat.end_of_turn_ids(tokenizer))
+    except DataError:  # no template that could carry a chat: then these are documents
+        return ends
+
+
+def _warnings(report: Report) -> Iterator[str]:
+    lengths, replies, rows = report.taken.lengths, report.replies, len(report.taken.train)
+    if report.trained_share < 0.01:
+        yield (
+            f"Only {100 * report.trained_share:.2g} % of the tokens give a loss. "
+            "Nearly all of the time goes into prompts; shorten them, or check that the replies are whole."
+        )
+    if lengths["max"] > 10 * lengths["50"]:
+        yield (
+            f"The longest row has {lengths['max']:,} tokens, {lengths['max'] / lengths['50']:.0f} times the median "
+            f"of {lengths['50']:,}. That one decides how much memory a step takes; see data.max_length and "
+            "data.overlong."
+        )
+    if rows > 2 and replies.same > rows / 2:
+        yield f"{replies.same:,} of {rows:,} rows have the same reply, {_quoted(replies.same_text)}."
+    elif rows > 2 and replies.begin_tokens >= 3:
+        yield f"All {rows:,} replies begin with {_quoted(replies.begin)}, {replies.begin_tokens} tokens."
+    if rows > 2 and replies.end_tokens >= 3 and replies.same <= rows / 2:
+        yield f"All {rows:,} replies end with {_quoted(replies.end)}, {replies.end_tokens} tokens."
+    if replies.wordless > rows / 2:
+        yield f"{replies.wordless:,} of {rows:,} replies hold no letter and no digit."
+    if replies.endless:
+        yield f"{replies.endless:,} of {rows:,} rows train no end token; from them the model does not learn to stop."
+    if report.copies.exact > report.copies.rows / 10:
+        yield f"{report.copies.exact:,} of {report.copies.rows:,} rows are exact copies and weigh the more for it."
+    for found in report.leaks:
+        if trained := found.same + found.question:
+            yield (
+                f"{trained:,} of {found.rows:,} rows of {found.name} are trained too, or their question is. They "
+                "flatter every score; take them out of one side."
+            )
+        if found.near:
+            yield f"{found.near:,} of {found.rows:,} rows of {found.name} are nearly the same as a trained row."
+
+
+def _quoted(text: str, most: int = 60) -> str:
+    return repr(text if len(text) <= most else text[: most - 1] + "…")
+
+
+# ------------------------------------------------------------------------------------------------------------ one row
+
+
+def ask(taken: Taken, number: int) -> Asked:
+    """The `number`-th row of the training files, counted from 1, and what becomes of it.
+
+    Raises `InputError` when there are not so many.
+    """
+    data = taken.recipe.data
+    place, raw = _raw(data, number)
+    sides = [side for side in (taken.train, taken.held) if side is not None]
+    found = [(side, row) for side in sides for row in side.different().tolist() if side.place(row) == place]
+    shown = tuple(taken.shown(side, row) for side, row in found)
+    try:
+        if isinstance(raw, BadRow):
+            raise raw
+        row = formats.renamed(raw, data.columns)
+        talk = formats.to_conversation(row, taken.prepared.counts["format"], data.system)
+        [whole] = chat.encode_many(taken.tokenizer, [talk], data.train_on)
+        if isinstance(whole, BadRow):
+            raise whole
+    except BadRow as error:
+        return Asked(number, place, f"cannot be trained ({error.kind}): {error.reason}")
+    length = len(whole.input_ids)
+    verdict = (shown[0].side if shown else "left out") + f", {length:,} tokens"
+    if length > data.max_length:
+        verdict += f", longer than data.max_length {data.max_length:,} (data.overlong: {data.overlong})"
+    return Asked(number, place, verdict, talk.messages, talk.tools or [], shown)
+
+
+def _raw(data: Data, number: int) -> tuple[str, Any]:
+    """(place, row) of a row as it stands in the files."""
+    sources = files.find(list(data.sources))
+    count = 0
+    for chunk in files.chunks(sources, data.limit):
+        for line, row in chunk.rows():
+            count += 1
+            if count == number:
+                return sources[chunk.source].where(line), row
+    raise InputError(f"There is no row {number}; the training data has {count}.", f"Give --row 1 to --row {count}.")
+
+
+__all__ = ["Asked", "Bin", "Replies", "Report", "Shown", "Taken", "ask", "histogram", "look", "percentiles", "take"]
