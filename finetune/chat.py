@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from finetune.errors import DataError
 from finetune.formats import DOCUMENT, BadRow, Message
@@ -72,7 +73,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Tools | None 
     template.check(messages, tools)
     text = template.render(messages, tools, reply_follows=True)
     [ids] = _ids(tokenizer, [text])
-    return _Cutter(tokenizer, template).cut(text, ids, template.starts(messages, tools, text))[0]
+    return _cutter(tokenizer, template).cut(tokenizer, text, ids, template.starts(messages, tools, text))[0]
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
@@ -138,23 +139,24 @@ def _encode(
 ) -> list[Encoded | BadRow]:
     """Render all, tokenise all at once, put the labels, and prove all at once that they say the replies."""
     results: list[Any] = []
+    templates: dict[bool, Template] = {}
     for messages, tools in conversations:
+        if (template := templates.get(bool(tools))) is None:
+            template = templates[bool(tools)] = template_of(tokenizer, tools)
         try:
             if len(messages) == 1 and messages[0]["role"] == DOCUMENT:
-                results.append((template_of(tokenizer), _document(tokenizer, messages[0]["content"])))
+                results.append((template, _document(tokenizer, template, messages[0]["content"])))
             else:
-                template = template_of(tokenizer, tools)
                 results.append((template, template.layout(messages, tools, train_on, prompt)))
         except BadRow as error:
             results.append(error)
     good = [n for n, result in enumerate(results) if not isinstance(result, BadRow)]
     encoded = _ids(tokenizer, [results[n][1].text for n in good])
-    cutters: dict[int, _Cutter] = {}
     trained: list[tuple[int, list[int], str]] = []
     for n, ids in zip(good, encoded, strict=True):
         template, layout = results[n]
-        cutter = cutters.setdefault(id(template), _Cutter(tokenizer, template))
-        results[n] = _labelled(tokenizer, layout, *cutter.cut(layout.text, ids, layout.starts), n, trained)
+        ids, places = _cutter(tokenizer, template).cut(tokenizer, layout.text, ids, layout.starts)
+        results[n] = _labelled(tokenizer, layout, ids, places, n, trained)
     written = _texts(tokenizer, [ids for _, ids, _ in trained])
     for (n, _, text), back in zip(trained, written, strict=True):
         if back != text and _plain(back) != _plain(text):
@@ -191,14 +193,11 @@ def _labelled(
             stop = len(ids)
         labels[place:stop] = ids[place:stop]
         trained.append((n, ids[place:stop], text))
-    if not any(label != IGNORE for label in labels):
-        return BadRow("there is no reply to train", "no reply")
-    return Encoded(ids, labels)
+    return Encoded(ids, labels) if ids else BadRow("there is no reply to train", "no reply")
 
 
-def _document(tokenizer: Any, text: str) -> Layout:
+def _document(tokenizer: Any, template: Template, text: str) -> Layout:
     """BOS (where the tokenizer wants one), the text, EOS; a text that brings its own gets no second."""
-    template = template_of(tokenizer)
     eos = tokenizer.eos_token
     if not eos:
         raise DataError(
@@ -228,17 +227,16 @@ class _Cutter:
     known, and those of the few characters from there on ("<|im_start|>assistant\\n"), the same in almost every row.
     """
 
-    def __init__(self, tokenizer: Any, template: Template) -> None:
-        self._tokenizer = tokenizer
-        self._anchor = _anchor(tokenizer, template)
+    def __init__(self, anchor: tuple[str, int] | None) -> None:
+        self._anchor = anchor
         self._known: dict[str, list[int]] = {}
 
-    def cut(self, text: str, ids: list[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
+    def cut(self, tokenizer: Any, text: str, ids: list[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Ids of `text`, cut where need be, and the index of the first token at each of `starts`."""
-        places = self._quick(text, ids, starts)
-        return _cut_plainly(self._tokenizer, text, ids, starts) if places is None else (ids, places)
+        places = self._quick(tokenizer, text, ids, starts)
+        return cut_plainly(tokenizer, text, ids, starts) if places is None else (ids, places)
 
-    def _quick(self, text: str, ids: list[int], starts: Sequence[int]) -> list[int] | None:
+    def _quick(self, tokenizer: Any, text: str, ids: list[int], starts: Sequence[int]) -> list[int] | None:
         if self._anchor is None:
             return None
         word, number = self._anchor
@@ -256,7 +254,7 @@ class _Cutter:
             at = begin + len(word)
             short = text[begin:start]
             if (head := self._known.get(short)) is None:
-                [head] = _ids(self._tokenizer, [short])
+                [head] = _ids(tokenizer, [short])
                 if len(self._known) < 1000:
                     self._known[short] = head
             if ids[place : place + len(head)] != head:
@@ -264,6 +262,15 @@ class _Cutter:
             places.append(place + len(head))
             end = start
         return places
+
+
+_cutters: WeakKeyDictionary[Template, _Cutter] = WeakKeyDictionary()
+
+
+def _cutter(tokenizer: Any, template: Template) -> _Cutter:
+    if (cutter := _cutters.get(template)) is None:
+        cutter = _cutters[template] = _Cutter(_anchor(tokenizer, template))
+    return cutter
 
 
 def _anchor(tokenizer: Any, template: Template) -> tuple[str, int] | None:
@@ -288,7 +295,8 @@ def _anchor(tokenizer: Any, template: Template) -> tuple[str, int] | None:
     return max(sure)[1:] if sure else None
 
 
-def _cut_plainly(tokenizer: Any, text: str, ids: list[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
+def cut_plainly(tokenizer: Any, text: str, ids: list[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The definition: the text before each start is tokenised by itself."""
     done: list[int] = []
     places: list[int] = []
     base, rest = 0, ids

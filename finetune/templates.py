@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from os.path import commonprefix
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -185,12 +186,42 @@ class Template:
                 "The chat template puts no control token after a reply, so the model would never learn to stop.",
                 "Use a template that ends each assistant turn with a special token, such as the eos_token.",
             )
+        while more := self.control.match(self._lasting_tail, found.end()):  # Command R7B ends a turn with two
+            found = more
         return found[0]
+
+    @cached_property
+    def _lasting_tail(self) -> str:
+        """What of the tail is still there when the conversation goes on."""
+        try:
+            _, _, rest = self.raw([*_PROBE[1:], *_PROBE[1:]]).partition(_PROBE[-1]["content"])
+        except BadRow:
+            return ""
+        return commonprefix([self.tail, rest])
 
     @cached_property
     def endings(self) -> list[str]:
         """All control tokens that end a turn: of a reply, then of a tool call where that is another one."""
         return list(dict.fromkeys(filter(None, [self.ending, self.tools.ending])))
+
+    @cached_property
+    def opens_thought(self) -> bool:
+        """Whether the generation prompt begins the thought that the model goes on with."""
+        try:
+            return self.raw(_PROBE[1:2], reply_follows=True).rstrip().endswith("<think>")
+        except BadRow:
+            return False
+
+    @cached_property
+    def misplaces_thought(self) -> bool:
+        """Whether the template has a place for thoughts and leaves one that stands in the content somewhere else."""
+        thought, answer = "qzthought", _PROBE[-1]["content"]
+        try:
+            apart = self.raw([_PROBE[1], {**_PROBE[2], "reasoning_content": thought}])
+            inside = self.raw([_PROBE[1], {**_PROBE[2], "content": f"<think>\n{thought}\n</think>\n\n{answer}"}])
+        except BadRow:
+            return False
+        return thought in apart and apart.translate(_NO_SPACE) != inside.translate(_NO_SPACE)
 
     # ---------------------------------------------------------------------------------------------------- rendering
 
@@ -277,6 +308,8 @@ class Template:
         self.check(messages, tools)
         wanted = _wanted(messages, train_on, prompt)
         text = self.render(messages, tools)
+        if self.opens_thought:
+            text = self._continued(messages, tools, text)
         self._complete(messages, tools, text, thoughts=train_on == "all")
         starts: list[int] = []
         spans: list[Span] = []
@@ -299,6 +332,20 @@ class Template:
         if train_on == "completion":
             spans = [Span(spans[0].start, spans[-1].end, spans[-1].ending)]
         return Layout(text, starts, spans if train_on != "all" else [Span(0, len(text), "")])
+
+    def _continued(self, messages: Sequence[Message], tools: Tools | None, text: str) -> str:
+        """Where the prompt ends with "<think>" and the template drops thoughts: the last reply put behind the prompt.
+
+        That is what the model meets and must write. It is known only when the reply brings its thought.
+        """
+        last: Mapping[str, Any] = messages[-1]
+        content = last["content"].lstrip()
+        if thought := last.get("reasoning_content"):
+            content = f"<think>\n{thought.strip()}\n</think>\n\n{content}"
+        if not content.startswith("<think>") or last["role"] != "assistant" or last.get("tool_calls"):
+            return text
+        prompt = self.render(messages[:-1], tools, reply_follows=True)
+        return text if text.startswith(prompt) else prompt + content[len("<think>") :].lstrip("\n") + self.tail
 
     def starts(self, messages: Sequence[Message], tools: Tools | None, text: str) -> list[int]:
         """Where the replies begin that already stand in a prompt (needed to cut tokens as in training)."""
@@ -329,14 +376,16 @@ class Template:
             if not ending or not stripped.endswith(ending) or stop < start:
                 raise BadRow("the chat template changes the reply's text", "changed by the template")
         body = text[start:stop].rstrip()
+        where = _where(number, message)
         thought, answer = message.get("reasoning_content") or "", message["content"].strip()
+        if self.misplaces_thought and _split_thought(answer):
+            raise BadRow(f"{where} holds a thought in its text; give it as reasoning_content", "thought in the text")
         if not (answer in body if calls else body.endswith(answer)):
             inline, answer = _split_thought(answer) or ("", answer)
             thought += inline
         if not (answer in body if calls else body.endswith(answer)):
             raise BadRow("the chat template changes the reply's text", "changed by the template")
         head = body if calls else body.removesuffix(answer)
-        where = _where(number, message)
         if thought.strip() not in head:
             raise BadRow(f"the chat template drops the thought of {where}", "changed by the template")
         if lost := _lost(body, calls or ()):
@@ -427,13 +476,17 @@ class Template:
         return other.replace("qzrole", "tool") == written
 
 
+_NO_SPACE = dict.fromkeys(map(ord, " \n\t"))
 _CARRIED = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 _REWRITTEN = "template rewrites turns"
 _REWRITES = (
     "the chat template writes an earlier reply differently once the conversation goes on, so it would be trained as "
     "the model never has to write it; data.train_on: last trains the last reply of such rows"
 )
-_OTHER_PROMPT = "the chat template begins this reply otherwise than its own generation prompt says"
+_OTHER_PROMPT = (
+    "the chat template begins this reply otherwise than its own generation prompt says; where that opens a thought, "
+    "the reply must bring one, as reasoning_content or as <think>...</think> in its text"
+)
 
 
 def _wanted(messages: Sequence[Message], train_on: TrainOn, prompt: int) -> set[int]:
