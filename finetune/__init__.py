@@ -71,6 +71,7 @@ The modules in reading order, which is also the only legal direction of imports:
     report        numbers -> what a person likes to read
     plan_page     a plan as a page and as a drawing
     plan_view     a plan in the terminal
+    data_page     the rows as a page
     data_view     the rows in the terminal
     verify        two real steps against the plan
     planning      the verb `plan`, from all sides
