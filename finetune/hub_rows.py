@@ -61,11 +61,14 @@ def open_file(address: str) -> IO[bytes]:
 
 
 def size_of(address: str) -> int:
-    """Bytes of a file at an address."""
+    """Bytes of a file at an address. Raises `DataError` when it cannot be asked for."""
     import fsspec
 
-    system, path = fsspec.url_to_fs(address)
-    return int(system.info(path)["size"])
+    try:
+        system, path = fsspec.url_to_fs(address)
+        return int(system.info(path)["size"])
+    except Exception as error:  # connections raise what they like
+        raise DataError(f"{address} cannot be read: {_first_line(error)}.", "Check the connection.") from None
 
 
 def stream(name: str) -> Iterator[dict[str, Any]]:
@@ -95,9 +98,18 @@ def _has_options(settings: Any) -> bool:
 
 
 def _unreadable(name: str, error: Exception) -> DataError:
-    reason = str(error).splitlines()[0] if str(error) else "no reason given"
+    if "Config name is missing" in str(error):
+        offered = re.search(r"\[.*\]", str(error))
+        return DataError(
+            f"The data set {name} has several configurations{f': {offered[0]}' if offered else ''}.",
+            "Name one of them and the split, as in org/name:configuration:train.",
+        )
     return DataError(
         f"There is no file {name}, and no data set of that name could be read from the hub: "
-        f"{type(error).__name__}: {reason.rstrip('.')}.",
+        f"{type(error).__name__}: {_first_line(error)}.",
         "Check the path if a file is meant; else check the data set's name, its split and the connection.",
     )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else "no reason given"

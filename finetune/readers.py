@@ -61,7 +61,9 @@ def blocks(name: str, file: IO[bytes], kind: str, packing: str, size: int) -> It
     try:
         yield from _READERS[kind](name, io.BufferedReader(counted, 1 << 16), size)
     except OSError as error:
-        raise _cannot(name, counted.lines + 1, error, "Check the file, and copy or pack it again.") from None
+        raise _cannot(
+            name, f"after line {counted.lines}", error, "Check the file, and copy or pack it again."
+        ) from None
 
 
 def rows_of(block: Block) -> Iterator[tuple[int, Row]]:
@@ -123,7 +125,7 @@ class _Counted(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            block = self._read(len(buffer))
+            block = self._read(min(len(buffer), 1 << 16))  # what a failing read had already is lost, so small ones
         except Exception as error:
             raise OSError(str(error) or type(error).__name__) from error
         self.lines += block.count(b"\n")
@@ -131,8 +133,8 @@ class _Counted(io.RawIOBase):
         return len(block)
 
 
-def _cannot(name: str, line: int, reason: object, hint: str) -> DataError:
-    return DataError(f"{name} cannot be read to its end; it stops in line {line}: {reason}.", hint)
+def _cannot(name: str, where: str, reason: object, hint: str) -> DataError:
+    return DataError(f"{name} cannot be read to its end; it stops {where}: {reason}.", hint)
 
 
 # ------------------------------------------------------------------------------------------------------------ JSON
@@ -142,18 +144,19 @@ def _json(name: str, file: IO[bytes], size: int) -> Iterator[Block]:
     """JSON lines, or one JSON array. Byte-order mark, CRLF, blank lines and the last newline make no difference."""
     first, begun = 1, False
     while block := file.read(size):
-        start = b"" if begun else block.lstrip(_WHITE + _BOM)
-        if start.startswith(b"["):
+        while not begun and not (start := block.lstrip(_WHITE + _BOM)) and (more := file.read(size)):
+            block += more
+        if not begun and start.startswith(b"["):
             found = json_array.elements(name, file, block, first, size)
             yield from _grouped(((line, _named(value), length) for line, value, length in found), size)
             return
         block += file.readline()
-        if start and start.partition(b"\n")[0].strip() == b"{" and b"\n" in start:
+        if not begun and b"\n" in block and block.strip(_WHITE + _BOM).partition(b"\n")[0].strip() == b"{":
             raise DataError(
                 f"{name} is one JSON object spread over many lines.",
                 "Write one object per line, or an array of them.",
             )
-        begun = begun or bool(start)
+        begun = True
         yield Lines(first, block)
         first += block.count(b"\n")
 
@@ -200,9 +203,9 @@ def _csv_rows(name: str, file: IO[bytes], delimiter: str) -> Iterator[tuple[int,
     except UnicodeDecodeError as error:
         line = reader.line_num + 1 + error.object[: error.start].count(b"\n")
         reason = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
-        raise _cannot(name, line, reason, "Save it again as UTF-8 text.") from None
+        raise _cannot(name, f"in line {line}", reason, "Save it again as UTF-8 text.") from None
     except csv.Error as error:
-        raise _cannot(name, begin, *_csv_fault(str(error))) from None
+        raise _cannot(name, f"in line {begin}", *_csv_fault(str(error))) from None
 
 
 def _csv_row(header: list[str], cells: list[str]) -> Row | None:
@@ -247,7 +250,8 @@ def _parquet(name: str, file: IO[bytes], size: int) -> Iterator[Block]:
 
     number = 0
     try:
-        with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
+        far = not isinstance(file, io.BufferedReader)  # over a connection many small reads take long
+        with pq.ParquetFile(file, pre_buffer=far, buffer_size=0 if far else 1 << 20) as table:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
                 twice = next(column for column in names if names.count(column) > 1)
