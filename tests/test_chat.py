@@ -1,4 +1,4 @@
-"""Messages -> ids and labels, over the real templates of seven families and a base model that has none."""
+"""Messages -> ids and labels, over the real templates of eleven families and a base model that has none."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ THINK = "<think>\n\n</think>\n\n"
 ENDINGS = {
     "smollm2": "<|im_end|>",
     "gemma": "<end_of_turn>",
+    "gemma2": "<end_of_turn>",
     "gemma3": "<end_of_turn>",
+    "llama2": "</s>",
     "llama3": "<|eot_id|>",
+    "llama3_1": "<|eot_id|>",
+    "mistral": "</s>",
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
     "phi3": "<|end|>",
@@ -47,13 +51,15 @@ def trained(tokenizer: object, row: chat.Encoded) -> list[str]:
 
 def written(family: str, reply: str) -> str:
     """What the model has to write for a reply, by what each template is known to do with it."""
-    if family in ("gemma", "gemma3", "llama3"):
+    if family in ("gemma", "gemma2", "gemma3", "llama3", "llama3_1"):
         reply = reply.strip()
+    elif family == "llama2":
+        reply = f" {reply.strip()} "
     elif family == "phi3":  # its <|assistant|> token takes in the white space behind it
         reply = reply.lstrip()
     elif family == "qwen3":
         reply = THINK + reply.lstrip("\n")
-    elif family == "none":
+    elif family in ("none", "mistral"):
         reply = " " + reply
     return reply + ENDINGS[family]
 
@@ -95,7 +101,8 @@ def test_any_conversation(family: str, pairs: list[tuple[str, str]], system: str
     row = chat.encode(tokenizer, messages)
     assert trained(tokenizer, row) == [written(family, reply) for _, reply in pairs]
     if tokenizer.bos_token and family != "smollm2":  # whose bos is also the start of every turn
-        assert row.input_ids.count(tokenizer.bos_token_id) == int(family != "phi3")
+        prints = {"phi3": 0, "llama2": len(pairs)}  # Llama 2's puts one before each question
+        assert row.input_ids.count(tokenizer.bos_token_id) == prints.get(family, 1)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = chat.prompt_ids(tokenizer, messages[:number])
@@ -104,11 +111,149 @@ def test_any_conversation(family: str, pairs: list[tuple[str, str]], system: str
             assert row.labels[len(prompt)] != -100
 
 
-@given(user=SPOKEN, reply=SPOKEN)
-@settings(max_examples=30, deadline=None)
-def test_any_qwen3_turn(user: str, reply: str) -> None:
-    row = chat.encode(TOKENIZERS["qwen3"], said(user, reply))
-    assert trained(TOKENIZERS["qwen3"], row) == [written("qwen3", reply)]
+@given(family=st.sampled_from(list(FAMILIES)), turns=st.lists(SPOKEN, min_size=2, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_any_last_turn(family: str, turns: list[str]) -> None:
+    """Also with a template that rewrites earlier replies: the last one is what the model is asked for."""
+    messages = said(*turns[: len(turns) // 2 * 2])
+    row = chat.encode(TOKENIZERS[family], messages, train_on="last")
+    assert trained(TOKENIZERS[family], row) == [written(family, messages[-1]["content"])]
+    prompt = chat.prompt_ids(TOKENIZERS[family], messages[:-1])
+    assert row.input_ids[: len(prompt)] == prompt
+    assert row.labels[len(prompt)] != -100
+
+
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
+def test_train_on_by_hand() -> None:
+    tokenizer = TOKENIZERS["smollm2"]
+    messages = said("Hi", "Hello", "the", "and", system="a")
+    rows = {on: chat.encode(tokenizer, messages, train_on=on) for on in ("assistant", "last", "all", "completion")}
+    assert len({tuple(row.input_ids) for row in rows.values()}) == 1
+    assert trained(tokenizer, rows["assistant"]) == ["Hello<|im_end|>", "and<|im_end|>"]
+    assert trained(tokenizer, rows["last"]) == ["and<|im_end|>"]
+    assert rows["all"].labels == rows["all"].input_ids
+    between = "<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n"
+    assert trained(tokenizer, rows["completion"]) == [f"Hello<|im_end|>\n{between}and<|im_end|>"]
+    assert chat.encode(tokenizer, messages, train_on="completion", prompt=3) == rows["last"]
+    messages[2]["train"] = False  # as the prompt of a prompt-completion row has it
+    assert chat.encode(tokenizer, messages, train_on="completion") == rows["last"]
+    assert chat.encode(tokenizer, messages, train_on="assistant") == rows["last"]
+    assert chat.encode(tokenizer, messages, train_on="all") == rows["all"]
+
+
+def test_marks_that_leave_nothing_or_a_gap() -> None:
+    tokenizer = TOKENIZERS["smollm2"]
+    messages = said("Hi", "Hello", "the", "and")
+    messages[3]["train"] = False
+    assert trained(tokenizer, chat.encode(tokenizer, messages)) == ["Hello<|im_end|>"]
+    with pytest.raises(BadRow, match="no reply to train") as error:
+        chat.encode(tokenizer, messages, train_on="last")
+    assert error.value.kind == "no reply"
+    with pytest.raises(BadRow, match=r"message 4 \(assistant\) stands in the completion and is marked"):
+        chat.encode(tokenizer, messages, train_on="completion")
+    for on in ("assistant", "last", "completion"):
+        with pytest.raises(BadRow, match="no reply"):
+            chat.encode(tokenizer, said("Hi"), train_on=on)  # type: ignore[arg-type]
+
+
+@given(
+    family=st.sampled_from(MULTI_TURN),
+    turns=st.lists(SPOKEN, min_size=2, max_size=6),
+    marks=st.lists(st.booleans(), min_size=3, max_size=3),
+    on=st.sampled_from(["assistant", "last", "all", "completion"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_ids_hang_on_the_conversation_alone(
+    family: str, turns: list[str], marks: list[bool], on: chat.TrainOn
+) -> None:
+    """What is trained changes labels only; untrained replies that begin with a line break are cut as at inference."""
+    plain = said(*turns[: len(turns) // 2 * 2])
+    marked = [{**message, "train": marks[n // 2]} if n % 2 else message for n, message in enumerate(plain)]
+    [row] = chat.encode_many(TOKENIZERS[family], [(marked, None)], train_on=on)  # type: ignore[list-item]
+    if isinstance(row, BadRow):
+        assert row.kind in ("no reply", "mark inside the completion")
+    else:
+        assert row.input_ids == chat.encode(TOKENIZERS[family], plain).input_ids
+
+
+# ----------------------------------------------------------------------------------------------------- many at once
+
+CONTROLLED = SPOKEN | st.sampled_from(["<|im_end|> and more", "\nHello", "\n\n the", "</s>", "<|end|>"])
+
+
+@given(
+    family=st.sampled_from(list(FAMILIES)),
+    talks=st.lists(st.lists(CONTROLLED, min_size=1, max_size=4), max_size=4),
+    on=st.sampled_from(["assistant", "last", "all", "completion"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_many_are_what_each_is(family: str, talks: list[list[str]], on: chat.TrainOn) -> None:
+    tokenizer = TOKENIZERS[family]
+    conversations = [(said(*turns), None) for turns in talks]
+    conversations.append(([{"role": "text", "content": "Once\n\nthe"}], None))
+    found = chat.encode_many(tokenizer, conversations, train_on=on)
+    for (messages, _), row in zip(conversations, found, strict=True):
+        if isinstance(row, BadRow):
+            with pytest.raises(BadRow) as error:
+                chat.encode(tokenizer, messages, train_on=on)
+            assert (error.value.reason, error.value.kind) == (row.reason, row.kind)
+        else:
+            assert row == chat.encode(tokenizer, messages, train_on=on)
+
+
+@given(
+    family=st.sampled_from(list(FAMILIES)),
+    turns=st.lists(CONTROLLED.filter(lambda text: "|>" not in text and "</s>" not in text), min_size=1, max_size=6),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_quick_cut_is_the_plain_one(family: str, turns: list[str]) -> None:
+    tokenizer = TOKENIZERS[family]
+    template = chat.template_of(tokenizer)
+    messages = said(*turns)
+    text = template.render(messages, reply_follows=len(turns) % 2 == 1)
+    starts = template.starts(messages, None, text)
+    [ids] = chat._ids(tokenizer, [text])
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    cut = chat._cutter(tokenizer, template).cut(tokenizer, text, ids, starts)
+    assert cut == chat.cut_plainly(tokenizer, text, ids, starts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_quick_cut_is_the_one_that_is_taken(family: str) -> None:
+    """Unless the tokenizer joins, or parts, what stands on the two sides of a start."""
+    tokenizer = TOKENIZERS[family]
+    template = chat.template_of(tokenizer)
+    taken = []
+    for reply in ("Hello", "\n\nHello"):
+        layout = template.layout(said("Hi", reply))
+        [ids] = chat._ids(tokenizer, [layout.text])
+        taken.append(bool(chat._cutter(tokenizer, template)._quick(tokenizer, layout.text, ids, layout.starts)))
+    if family.startswith("llama3"):  # its prompt ends with two line breaks: one token alone, two before a word
+        assert taken == [False, False]
+    else:
+        joins = family in ("smollm2", "qwen2_5")  # the prompt ends with a line break and the reply is not stripped
+        assert taken == [True, not joins]
+
+
+def test_an_anchor_that_another_token_can_reach_into_is_not_trusted() -> None:
+    from tokenizers import AddedToken
+
+    tokenizer = tiny_tokenizer("smollm2")
+    tokenizer.add_tokens([AddedToken("Hello<|im", normalized=False)])  # "Hello<|im_end|>" is now two tokens
+    assert chat._anchor(tokenizer, chat.template_of(tokenizer)) is None
+    row = chat.encode(tokenizer, said("Hi", "Hell"))
+    assert trained(tokenizer, row) == ["Hell<|im_end|>"]
+    with pytest.raises(BadRow, match=r"does not write '<\|im_end\|>' as one token|cannot write the reply"):
+        chat.encode(tokenizer, said("Hi", "Hello"))
+
+
+def test_leftover_padding_and_truncation_do_nothing() -> None:
+    tokenizer = tiny_tokenizer("smollm2")
+    want = chat.encode_many(tokenizer, [(said("Hi", "Hello"), None), (said("Hi", "Hello and Hello"), None)])
+    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
+    assert chat.encode_many(tokenizer, [(said("Hi", "Hello"), None), (said("Hi", "Hello and Hello"), None)]) == want
 
 
 def test_a_template_that_rewrites_earlier_replies_is_refused() -> None:
@@ -200,6 +345,8 @@ def test_a_base_model_gets_the_plain_template() -> None:
         ("gemma", ["<end_of_turn>", "<eos>"]),
         ("llama3", ["<|eot_id|>"]),
         ("phi3", ["<|end|>", "<|endoftext|>"]),
+        ("llama2", ["</s>"]),
+        ("llama3_1", ["<|eot_id|>"]),
         ("qwen3", ["<|im_end|>"]),
         ("none", ["</s>"]),
     ],

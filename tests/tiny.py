@@ -33,12 +33,36 @@ SMOLLM2 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Llama 2's: the system text inside the first user turn, a bos before each question, the reply between two spaces.
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set talk = messages[1:] %}"
+    "{% set rules = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
+    "{% else %}{% set rules = '' %}{% set talk = messages %}{% endif %}"
+    "{% for message in talk %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant must alternate') }}{% endif %}"
+    "{% set content = rules + message['content'] if loop.first else message['content'] %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+# Mistral's first: no system role, [INST] is plain text, a space before the reply.
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant must alternate') }}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
 # family -> (bos, eos, pad, does the tokenizer itself put bos in front), as the published tokenizers have them
 FAMILIES: dict[str, tuple[str | None, str, str, bool]] = {
     "smollm2": ("<|im_start|>", "<|im_end|>", "<|im_end|>", False),
     "gemma": ("<bos>", "<eos>", "<pad>", True),
+    "gemma2": ("<bos>", "<eos>", "<pad>", True),
     "gemma3": ("<bos>", "<eos>", "<pad>", True),
+    "llama2": ("<s>", "</s>", "<unk>", True),
     "llama3": ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>", True),
+    "llama3_1": ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>", True),
+    "mistral": ("<s>", "</s>", "<unk>", True),
     "qwen2_5": (None, "<|im_end|>", "<|endoftext|>", False),
     "qwen3": (None, "<|im_end|>", "<|endoftext|>", False),
     "phi3": ("<s>", "<|endoftext|>", "<|endoftext|>", False),
@@ -47,11 +71,11 @@ FAMILIES: dict[str, tuple[str | None, str, str, bool]] = {
 
 
 def template_text(family: str) -> str | None:
-    """The chat template of a family: SmolLM2's from here, "none" has none, the others from the trl wheel."""
-    if family == "none":
-        return None
-    if family == "smollm2":
-        return SMOLLM2
+    """The chat template of a family: some from here, "none" has none, the others from the trl wheel."""
+    own = {"none": None, "smollm2": SMOLLM2, "llama2": LLAMA2, "mistral": MISTRAL}
+    if family in own:
+        return own[family]
+    family = "gemma" if family == "gemma2" else family  # one template for both
     spec = importlib.util.find_spec("trl")
     assert spec is not None
     assert spec.origin is not None
