@@ -186,7 +186,7 @@ def _mark(entry: Mapping[str, Any], where: str) -> bool | None:
     return bool(weight == 1)
 
 
-# ------------------------------------------------------------------------------------------------------ calls and tools
+# ---------------------------------------------------------------------------------------------------- calls and tools
 
 
 def tools_of(value: Any, column: str = "tools") -> list[dict[str, Any]] | None:
@@ -212,7 +212,9 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
         call = _framed(entry, place, "tool call")
         function = call["function"]
         given = function.get("arguments")
-        arguments = (_from_text(given, f"{place}.arguments") if isinstance(given, str) else given) if given else {}
+        arguments = given if filled(given) else {}
+        if isinstance(arguments, str):
+            arguments = _from_text(arguments, f"{place}.arguments")
         if not isinstance(arguments, dict):
             raise BadRow(f"{place}.arguments holds {show(arguments)}, not an object", "tool call")
         _check_values(arguments, f"{place}.arguments")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import DataError
-from finetune.formats import BadRow, check_columns, detect, to_messages
+from finetune.formats import BadRow, Conversation, check_columns, detect, renamed, to_conversation, to_messages
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello."}
@@ -181,3 +181,297 @@ def test_a_long_value_is_shown_short() -> None:
     with pytest.raises(BadRow) as error:
         to_messages({"text": list(range(1000))}, "text")
     assert len(error.value.reason) < 120
+
+
+# -------------------------------------------------------------------------------------------------- tools and marks
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm", "days": [1, 2]}}}
+ASKS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "12 degrees", "tool_call_id": "c1", "name": "weather"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}
+
+
+def said(*turns: Any, **row: Any) -> Conversation:
+    return to_conversation({"messages": list(turns), **row}, "messages")
+
+
+def refusal(*turns: Any, **row: Any) -> BadRow:
+    with pytest.raises(BadRow) as error:
+        said(*turns, **row)
+    return error.value
+
+
+def test_calls_and_results_by_hand() -> None:
+    talk = [{"role": "system", "content": "S"}, USER, ASKS, RESULT, RESULT, ASKS, RESULT, REPLY, USER, REPLY]
+    assert said(*talk, tools=[TOOL]) == Conversation(talk, [TOOL])  # type: ignore[arg-type]
+    assert said(USER, ASKS) == Conversation([USER, ASKS], None)  # type: ignore[list-item]
+    with_text = {**ASKS, "content": "Let me look."}
+    assert said(USER, with_text, RESULT, REPLY).messages[1] == with_text
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {**ASKS, "content": None},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {**ASKS, "content": " "},
+        {**ASKS, "tool_calls": [{**CALL, "index": 0}]},
+        {**ASKS, "tool_calls": [{"id": "c1", "name": "weather", "arguments": {"city": "Ulm", "days": [1, 2]}}]},
+        {**ASKS, "tool_calls": [{**CALL, "type": None, "function": {**CALL["function"]}}]},  # type: ignore[dict-item]
+        {
+            **ASKS,
+            "tool_calls": [
+                {"id": "c1", "function": {"name": "weather", "arguments": '{"city": "Ulm", "days": [1, 2]}'}}
+            ],
+        },
+    ],
+)
+def test_one_call_in_many_spellings(written: dict[str, Any]) -> None:
+    assert said(USER, written, RESULT, REPLY).messages == [USER, ASKS, RESULT, REPLY]
+
+
+@pytest.mark.parametrize("given", [None, "", " ", {}, "{}"])
+def test_a_call_without_arguments(given: Any) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": given}}
+    (_, asked) = said(USER, {"role": "assistant", "tool_calls": [call]}).messages
+    assert asked["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+
+
+def test_sharegpt_calls() -> None:
+    talk = [
+        {"from": "human", "value": "Hi"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Ulm", "days": [1, 2]}}'},
+        {"from": "observation", "value": "12 degrees"},
+        {"from": "gpt", "value": "Hello."},
+    ]
+    tools = '[{"name": "weather", "parameters": {"city": {"type": "string"}}}]'
+    found = to_conversation({"conversations": talk, "tools": tools}, "messages")
+    call = {name: value for name, value in CALL.items() if name != "id"}
+    assert found.messages == [USER, {**ASKS, "tool_calls": [call]}, {"role": "tool", "content": "12 degrees"}, REPLY]
+    assert found.tools == [TOOL]
+    talk[1]["value"] = "{'name': 'weather'}"
+    with pytest.raises(BadRow, match="text that should be JSON: not JSON: Expecting property name"):
+        to_conversation({"conversations": talk}, "messages")
+
+
+@pytest.mark.parametrize("tools", [None, "", " ", [], "[]", "null"])
+def test_no_tools_in_many_spellings(tools: Any) -> None:
+    assert said(USER, REPLY, tools=tools) == Conversation([USER, REPLY], None)  # type: ignore[list-item]
+
+
+def called(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+
+
+BAD_TOOLS = [
+    ([USER, RESULT, REPLY], {}, "a tool's result stands after the user and answers no call", "order of roles"),
+    ([RESULT, REPLY], {}, "the tool speaks first", "order of roles"),
+    ([USER, REPLY, RESULT, REPLY], {}, "after the assistant and answers no call", "order of roles"),
+    ([USER, ASKS, REPLY], {}, "the assistant calls a tool and the assistant follows, not the", "order of roles"),
+    ([USER, ASKS, USER, REPLY], {}, "the assistant calls a tool and the user follows", "order of roles"),
+    ([USER, ASKS, RESULT, USER, REPLY], {}, "the user follows a tool's result", "order of roles"),
+    ([USER, ASKS, RESULT], {}, "the last message is a tool's result and has no reply", "no reply"),
+    ([USER, ASKS, {**RESULT, "tool_call_id": "c9"}, REPLY], {}, "answers call 'c9', which nobody made", "tool call"),
+    ([USER, ASKS, {**RESULT, "content": {"t": 12}}, REPLY], {}, "holds the object", "not text"),
+    ([USER, ASKS, {**RESULT, "content": None}, REPLY], {}, "is missing or null", "empty"),
+    ([{**USER, "tool_calls": [CALL]}, REPLY], {}, "which only an assistant can have", "not supported"),
+    ([USER, {**REPLY, "function_call": {"name": "f"}}], {}, "write it as tool_calls", "not supported"),
+    ([USER, {"role": "function", "content": "4"}, REPLY], {}, "role 'function'", "unknown role"),
+    ([USER, called(name="f", arguments="{'a': 1}")], {}, "arguments is text that should be JSON", "not JSON"),
+    ([USER, called(name="f", arguments='{"a": NaN}')], {}, "NaN is no number", "not strict JSON"),
+    ([USER, called(name="f", arguments='{"a": 1, "a": 2}')], {}, "the key 'a' stands twice", "not strict JSON"),
+    ([USER, called(name="f", arguments="[1]")], {}, "arguments holds the list", "tool call"),
+    ([USER, called(name="f", arguments=0)], {}, "arguments holds the number 0", "tool call"),
+    ([USER, called(name="f", arguments=5)], {}, "arguments holds the number 5", "tool call"),
+    ([USER, called(name="f", arguments={"a": float("inf")})], {}, "cannot be written as JSON", "tool call"),
+    ([USER, called(name="f", arguments={"a": b"x"})], {}, "cannot be written as JSON", "tool call"),
+    ([USER, called(arguments={})], {}, "names no function", "tool call"),
+    ([USER, called(name=" ")], {}, "names no function", "tool call"),
+    ([USER, {**ASKS, "tool_calls": "f()"}], {}, "is 'f()', not an object", "tool call"),
+    ([USER, {**ASKS, "tool_calls": [{"type": "custom", "custom": {}}]}], {}, "is of type 'custom'", "tool call"),
+    ([USER, REPLY], {"tools": "def f(): pass"}, "column 'tools' is text that should be JSON", "not JSON"),
+    ([USER, REPLY], {"tools": {"name": "f"}}, "not a list of functions", "tools"),
+    ([USER, REPLY], {"tools": ["f"]}, r"tools[0] is 'f', not an object", "tools"),
+    ([USER, REPLY], {"tools": [{"type": "function"}]}, "names no function", "tools"),
+    ([USER, REPLY], {"functions": [{"name": "f"}]}, "'functions' is filled and would be lost", "not supported"),
+    ([USER, REPLY], {"images": ["x.png"]}, "'images' is filled and would be lost", "not supported"),
+    ([{"role": "developer", "content": "S"}, USER, REPLY], {}, "'developer'; write system", "unknown role"),
+    ([USER, {**REPLY, "train": "no"}], {}, "train holds 'no', not true or false", "not true or false"),
+    ([USER, {**REPLY, "train": 0}], {}, "train holds the number 0, not true or false", "not true or false"),
+    ([USER, {**REPLY, "weight": 0.5}], {}, "weight holds the number 0.5, not 0 or 1", "not true or false"),
+    ([USER, {**REPLY, "weight": True}], {}, "weight holds true, not 0 or 1", "not true or false"),
+    ([USER, {**REPLY, "weight": 1, "train": False}], {}, "contradict each other", "not true or false"),
+    ([{**USER, "train": True}, REPLY], {}, "only the assistant's messages are", "not supported"),
+    ([USER, {**REPLY, "train": False}], {}, "every assistant message is marked as not", "no reply"),
+    ([USER, {**ASKS, "weight": 0}], {}, "every assistant message is marked as not", "no reply"),
+    ([USER, {**REPLY, "thinking": 5}], {}, "thinking holds the number 5, not text", "not text"),
+    ([USER, {**REPLY, "thinking": "a", "reasoning_content": "b"}], {}, "has both", "not supported"),
+    ([{**USER, "thinking": "a"}, REPLY], {}, "which only an assistant can have", "not supported"),
+    ([USER, {**REPLY, "content": "a\0b"}], {}, "holds a NUL character", "NUL character"),
+    (
+        [{**USER, "content": [{"type": "image_url", "image_url": {}}]}, REPLY],
+        {},
+        "of type 'image_url'",
+        "not supported",
+    ),
+    ([{**USER, "content": [{"type": "text", "text": 5}]}, REPLY], {}, "holds the number 5, not text", "not text"),
+    ([{**USER, "content": [{"type": "text", "text": " "}]}, REPLY], {}, "is blank", "empty"),
+    ([{**USER, "content": []}, REPLY], {}, "holds the list [], not text", "not text"),
+]
+
+
+@pytest.mark.parametrize(("turns", "row", "reason", "kind"), BAD_TOOLS)
+def test_what_is_refused_has_a_reason_and_a_kind(turns: list[Any], row: Any, reason: str, kind: str) -> None:
+    error = refusal(*turns, **row)
+    assert reason in error.reason
+    assert error.kind == kind
+
+
+def test_callers_without_tools_lose_none_in_silence() -> None:
+    for row, named in [
+        ({"messages": [USER, REPLY], "tools": [TOOL]}, "'tools' is filled and would be lost"),
+        ({"messages": [USER, ASKS, RESULT, REPLY]}, "message 1 has 'tool_calls', which would be lost"),
+        ({"messages": [USER, {**REPLY, "thinking": "Hm"}]}, "message 1 has 'reasoning_content', which would be lost"),
+    ]:
+        assert to_conversation(row, "messages")
+        with pytest.raises(BadRow, match=named):
+            to_messages(row, "messages")
+
+
+def test_marks_and_thoughts_are_kept() -> None:
+    row = [USER, {**REPLY, "weight": 0}, USER, {**REPLY, "weight": 1.0}, USER, {**REPLY, "train": False}, USER, REPLY]
+    marks = [message.get("train") for message in said(*row).messages if message["role"] == "assistant"]
+    assert marks == [False, True, False, None]
+    for name in ("reasoning_content", "thinking"):
+        assert said(USER, {**REPLY, name: "Hm."}).messages == [USER, {**REPLY, "reasoning_content": "Hm."}]
+        assert said(USER, {**REPLY, name: " "}).messages == [USER, REPLY]
+    assert said({**USER, "train": False, "weight": 0}, REPLY).messages == [USER, REPLY]
+
+
+def test_parts_of_text_are_one_text() -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i", "image_url": None}]
+    assert said({**USER, "content": parts}, REPLY).messages == [USER, REPLY]
+
+
+def test_tools_stand_in_every_layout_but_text() -> None:
+    assert to_conversation({"prompt": "Hi", "completion": [ASKS], "tools": [TOOL]}, "prompt-completion") == (
+        [USER, ASKS],
+        [TOOL],
+    )
+    assert to_conversation({"instruction": "Hi", "output": "Hello.", "tools": "[]"}, "alpaca") == (
+        [USER, REPLY],
+        None,
+    )
+    with pytest.raises(BadRow, match="plain text calls none"):
+        to_conversation({"text": "x", "tools": [TOOL]}, "text")
+    earlier = {"prompt": [USER, ASKS, RESULT, REPLY, USER], "completion": [REPLY]}
+    assert [m.get("train") for m in to_conversation(earlier, "prompt-completion").messages] == [
+        None, False, None, False, None, None,
+    ]  # fmt: skip
+
+
+ENTRIES = st.dictionaries(
+    st.sampled_from(
+        ["role", "content", "from", "value", "tool_calls", "tool_call_id", "train", "weight", "thinking", "name"]
+    ),
+    st.one_of(
+        st.sampled_from(["user", "assistant", "tool", "system", "human", "gpt", "function_call", "", "{}"]),
+        st.none(), st.booleans(), st.integers(-1, 2), st.text(max_size=3), st.just([CALL]), st.just(CALL),
+    ),
+)  # fmt: skip
+
+
+@given(st.lists(ENTRIES, max_size=5), st.sampled_from([None, "[]", [TOOL], "x", 5]))
+def test_anything_is_a_conversation_or_a_verdict(entries: list[dict[str, Any]], tools: Any) -> None:
+    try:
+        found = to_conversation({"messages": entries, "tools": tools}, "messages")
+    except BadRow:
+        return
+    assert len(found.messages) == len(entries)
+    for message, entry in zip(found.messages, entries, strict=True):
+        assert message["role"] in ("system", "user", "assistant", "tool")
+        written = entry["content"] if "role" in entry else entry["value"]
+        assert message["content"] == written or message["tool_calls"]
+
+
+# ------------------------------------------------------------------------------------------------- names of columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (["question", "answer"], "{prompt: question, completion: answer}"),
+        (["id", "query", "response"], "{prompt: query, completion: response}"),
+        (["instruction", "response"], "{output: response}"),
+        (["instruction", "context", "response"], "{output: response, input: context}"),
+        (["input", "output"], "{prompt: input, completion: output}"),
+        (["prompt", "response"], "{completion: response}"),
+        (["source", "target"], "{prompt: source, completion: target}"),
+        (["Question", "Answer"], "{prompt: Question, completion: Answer}"),
+        (["conversation"], "{messages: conversation}"),
+        (["content", "url"], "{text: content}"),
+        (["promt", "completion"], "{prompt: promt}"),
+        ([" prompt", "completion"], '{prompt: " prompt"}'),
+        (["User: says", "Assistant"], "{prompt: question, completion: answer}"),
+    ],
+)
+def test_detect_gives_the_line_that_is_missing(columns: list[str], line: str) -> None:
+    with pytest.raises(DataError) as error:
+        detect(columns)
+    assert f"data.columns: {line}." in error.value.hint
+
+
+@given(st.lists(st.text(min_size=1, max_size=8), unique=True), st.data())
+def test_the_line_given_is_right(others: list[str], data: Any) -> None:
+    """Whatever else is there, the suggestion is YAML that makes the columns fit."""
+    from finetune import strict_yaml
+
+    names = [*others, *data.draw(st.sampled_from([("question", "answer"), ("Input", "Output"), ("chat",)]))]
+    try:
+        detect(names)
+    except DataError as error:
+        if "Set data.columns" in error.hint:
+            columns = strict_yaml.parse(error.hint.removeprefix("Set data.").removesuffix(".")).value["columns"]
+            assert detect(names, columns)
+
+
+def test_columns_under_our_names() -> None:
+    columns = {"prompt": "question", "completion": "answer"}
+    assert detect(["question", "answer", "id"], columns) == ("prompt-completion", "columns prompt and completion")
+    assert detect(["question", "answer", "text"], {**columns, "system": "text"})[0] == "prompt-completion"
+    check_columns(["question", "answer"], "prompt-completion", columns)
+    row = renamed({"question": "Hi", "answer": "Hello.", "id": 5}, columns)
+    assert row == {"id": 5, "prompt": "Hi", "completion": "Hello."}
+    assert to_messages(row, "prompt-completion") == [USER, REPLY]
+    swapped = renamed({"input": "a", "output": "b"}, {"input": "output", "output": "input"})
+    assert swapped == {"input": "b", "output": "a"}
+    assert renamed({"prompt": "a"}, {"prompt": "prompt"}) == {"prompt": "a"}
+    assert renamed({"a": "x"}, {"prompt": "a", "completion": "a"}) == {"prompt": "x", "completion": "x"}
+
+
+def test_names_inside_messages() -> None:
+    columns = {"messages": "talk", "role": "who", "content": "what"}
+    said = [{"who": "user", "what": "Hi"}, {"who": "assistant", "what": "Hello."}]
+    row = renamed({"talk": said}, columns)
+    assert to_messages(row, "messages") == [USER, REPLY]
+    assert said[0] == {"who": "user", "what": "Hi"}  # the row that came in is as it was
+    assert detect(["talk"], columns) == ("messages", "column messages")
+    assert to_messages(renamed({"prompt": said[:1], "completion": "Hello."}, columns), "prompt-completion")
+
+
+@pytest.mark.parametrize("empty", [None, "", " "])
+def test_a_column_that_is_there_twice(empty: Any) -> None:
+    columns = {"completion": "answer"}
+    with pytest.raises(BadRow, match="'answer' is to be read as 'completion', and both are filled") as error:
+        renamed({"prompt": "a", "completion": "b", "answer": "c"}, columns)
+    assert error.value.kind == "two columns for one"
+    for row, kept in [({"completion": "b", "answer": empty}, "b"), ({"completion": empty, "answer": "c"}, "c")]:
+        assert renamed(row, columns) == {"completion": kept}
+
+
+def test_a_renamed_column_must_be_there() -> None:
+    for check in (detect, lambda names, columns: check_columns(names, "prompt-completion", columns)):
+        with pytest.raises(DataError) as error:
+            check(["questions", "answer"], {"prompt": "question", "completion": "answer"})
+        assert "no row has a column 'question' (there are questions, answer)" in error.value.what
+        assert error.value.hint == "Did you mean 'questions'?"
