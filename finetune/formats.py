@@ -54,7 +54,7 @@ class Conversation(NamedTuple):
 # -------------------------------------------------------------------------------------------------- names of columns
 
 
-def detect(columns: Iterable[str], renames: Mapping[str, str] | None = None) -> tuple[str, str]:
+def detect(columns: Iterable[str], renames: Mapping[Any, str] | None = None) -> tuple[str, str]:
     """The layout of a file from the names of its columns, and why; `renames` is data.columns {our name: the file's}.
 
     Raises `DataError` when no layout fits, or when two do: which one was meant only the user knows.
@@ -73,7 +73,7 @@ def detect(columns: Iterable[str], renames: Mapping[str, str] | None = None) -> 
     raise DataError(f"No layout fits the columns {', '.join(names) or '(none)'}.", _advice(names, renames or {}))
 
 
-def check_columns(columns: Iterable[str], fmt: str, renames: Mapping[str, str] | None = None) -> None:
+def check_columns(columns: Iterable[str], fmt: str, renames: Mapping[Any, str] | None = None) -> None:
     """Raise `DataError` when a layout chosen by hand lacks its columns in every row."""
     names = set(_renamed_columns(columns, renames or {}))
     wanted = [needed for layout, needed in LAYOUTS if layout == fmt]
@@ -86,7 +86,7 @@ def check_columns(columns: Iterable[str], fmt: str, renames: Mapping[str, str] |
         )
 
 
-def renamed(row: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
+def renamed(row: Mapping[str, Any], renames: Mapping[Any, str]) -> dict[str, Any]:
     """The row under this toolkit's names; `role` and `content` are renamed inside messages.
 
     Raises `BadRow` when a column of the new name is there already and both are filled.
@@ -101,7 +101,7 @@ def renamed(row: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any
     return row
 
 
-def _renamed(row: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
+def _renamed(row: Mapping[str, Any], renames: Mapping[Any, str]) -> dict[str, Any]:
     taken = set(renames.values())
     found = {name: value for name, value in row.items() if name not in taken}
     for ours, name in renames.items():
@@ -114,7 +114,7 @@ def _renamed(row: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, An
     return found
 
 
-def _renamed_columns(columns: Iterable[str], renames: Mapping[str, str]) -> list[str]:
+def _renamed_columns(columns: Iterable[str], renames: Mapping[Any, str]) -> list[str]:
     names = list(dict.fromkeys(columns))
     outer = {ours: name for ours, name in renames.items() if ours not in _IN_MESSAGES}
     for ours, name in outer.items():
@@ -129,7 +129,7 @@ def _renamed_columns(columns: Iterable[str], renames: Mapping[str, str]) -> list
     return list(dict.fromkeys([*(name for name in names if name not in taken), *outer]))
 
 
-def _advice(names: list[str], renames: Mapping[str, str]) -> str:
+def _advice(names: list[str], renames: Mapping[Any, str]) -> str:
     """The line of data.columns that would make these columns fit, as far as their names tell."""
     here = {name.strip().lower(): name for name in reversed(names)}
 
