@@ -54,7 +54,7 @@ def files_of(name: str) -> tuple[str, ...]:
 
 def open_file(address: str) -> IO[bytes]:
     """A file at an address, read in pieces as they are needed. Raises whatever the connection raises."""
-    import fsspec
+    import fsspec  # type: ignore[import-untyped]
 
     opened: IO[bytes] = fsspec.open(address, "rb").open()
     return opened
