@@ -401,19 +401,17 @@ class Template:
         at = 0
         for number, message in enumerate(messages):
             said: Mapping[str, Any] = message
-            content, begin = message["content"].strip(), at
-            found = _find(text, content, at, escaped=message["role"] == "tool")
-            if found < 0 and message["role"] == "assistant" and (parts := _split_thought(content)):
-                found = text.find(parts[1], at)
-                if thoughts and text.find(parts[0], at) < 0:
-                    found = -1
-            if found < 0 or (thoughts and text.find(said.get("reasoning_content", "").strip(), begin) < 0):
-                where = _where(number, message)
+            where, begin, content = _where(number, message), at, message["content"].strip()
+            forms = _forms(content) if message["role"] == "tool" else [content]
+            thought = said.get("reasoning_content", "")
+            if message["role"] == "assistant" and (parts := _split_thought(content)):
+                thought += parts[0]
+                forms.append(parts[1])
+            at = min((found + len(form) for form in forms if (found := text.find(form, begin)) >= 0), default=-1)
+            if at < 0 or (thoughts and text.find(thought.strip(), begin) < 0):
                 raise BadRow(f"the chat template drops or changes the text of {where}", "changed by the template")
             if lost := _lost(text[begin:], said.get("tool_calls") or ()):
-                where = _where(number, message)
                 raise BadRow(f"the chat template drops {lost} of the tool call of {where}", "changed by the template")
-            at = found + len(content) if text.startswith(content, found) else found
         for tool in tools or ():
             if str(name := _function(tool).get("name")) not in text:
                 raise BadRow(f"the chat template drops the tool '{name}'", "changed by the template")
@@ -570,11 +568,3 @@ def _forms(value: Any) -> list[str]:
         return [json.dumps(value), str(value), str(value).lower()]
     once = json.dumps(value, ensure_ascii=False)[1:-1]
     return [value.strip(), once, json.dumps(value)[1:-1], json.dumps(once)[1:-1], repr(value)[1:-1]]
-
-
-def _find(text: str, content: str, at: int, escaped: bool) -> int:
-    """Where a message's text stands at or after `at`; a tool's result may be written as JSON or Python writes it."""
-    found = text.find(content, at)
-    if found < 0 and escaped:
-        found = max(text.find(form.strip(), at) for form in _forms(content))
-    return found
