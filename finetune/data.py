@@ -1,81 +1,28 @@
 """Files -> training and evaluation rows, with honest counts.
 
-rows read ─┬─ bad (not JSON, empty reply, wrong roles ...)   stop, or skip and count     data.on_bad_row
-           ├─ longer than max_length                         stop, drop, or cut the end  data.overlong
-           ├─ evaluation                                     a share by hash, or a file  data.eval
-           └─ trained
+rows read ─┬─ bad (not JSON, empty reply, wrong roles ...)   stop, or skip and count              data.on_bad_row
+           ├─ longer than max_length                         stop, drop, cut or split; counted    data.overlong
+           ├─ evaluation                                     a share by hash, or a file           data.eval
+           └─ trained, as often as its source weighs         packed, when asked for               data.train, packing
+
+What the files become is kept in the cache by content; splits, weights and packs are made from that each time.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from finetune import chat, files, formats
+from finetune import chat, data_cache, files, formats
+from finetune.encoding import Job, Tally, encode_chunks
 from finetune.errors import DataError
-from finetune.formats import BadRow, Message
+from finetune.formats import BadRow, Conversation
+from finetune.packing import packs
 from finetune.recipe import Data, Recipe
-
-LISTED = 20  # bad rows named in a message
-
-
-class Rows:
-    """Token rows in flat arrays: 8 bytes a token, where lists of Python numbers take about 50."""
-
-    def __init__(self) -> None:
-        self._ids, self._labels, self._ends = array("i"), array("i"), array("q", [0])
-
-    def append(self, row: chat.Encoded) -> None:
-        self._ids.extend(row.input_ids)
-        self._labels.extend(row.labels)
-        self._ends.append(len(self._ids))
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, index: int) -> chat.Encoded:
-        at = slice(self._ends[range(len(self))[index]], self._ends[range(len(self))[index] + 1])
-        return chat.Encoded(self._ids[at].tolist(), self._labels[at].tolist())
-
-    def __iter__(self) -> Iterator[chat.Encoded]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def input_ids(self) -> list[list[int]]:
-        return [row.input_ids for row in self]
-
-    @property
-    def labels(self) -> list[list[int]]:
-        return [row.labels for row in self]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """(tokens, tokens that give a loss) of every row."""
-        return [(len(row.input_ids), _trained(row)) for row in self]
-
-    @property
-    def tokens(self) -> int:
-        return len(self._ids)
-
-    @property
-    def trained_tokens(self) -> int:
-        """Labels that give a loss. A row's first label never does: nothing stands before it to predict it from."""
-        return sum(_trained(row) for row in self)
-
-    def take(self, indices: Iterable[int]) -> Rows:
-        taken = Rows()
-        for index in indices:
-            taken.append(self[index])
-        return taken
+from finetune.store import Packs, Rows, Writer
 
 
 @dataclass(frozen=True)
@@ -89,185 +36,95 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, tokenizer: Any) -> Prepared:
-    """Read, check, encode and split the rows of a recipe.
+    """Read, check, encode, split, weigh and pack the rows of a recipe.
 
     Raises `DataError` when a file or too much of it cannot be used, and always when nothing would be trained.
     """
     data = recipe.data
-    loaded = _load(list(data.sources), data, tokenizer, data.limit)
-    notes = chat.notes(tokenizer) if loaded.format != "text" else []
-    counts: dict[str, Any] = {**loaded.counts(), "eval": None}
+    loaded = _load(data.sources, data, tokenizer, data.limit)
+    notes = [*chat.notes(tokenizer)] if loaded.about["format"] != "text" else []
+    notes += loaded.said
+    counts: dict[str, Any] = {**loaded.about, "eval": None}
     train, held = loaded.rows, None
     if isinstance(data.eval, float):
-        train, held = _split(loaded, data.eval)
+        train, held = _split(loaded.rows, data)
         counts["eval"] = {"share": data.eval}
     elif data.eval is not None:
-        other = _load(data.eval, data, tokenizer, None)
+        other = _load({data.eval: 1.0}, data, tokenizer, None)
         held = other.rows
-        counts["eval"] = other.counts()
-        if both := len(set(other.digests) & set(loaded.digests)):
+        counts["eval"] = dict(other.about)
+        if both := _also_in(held, train):
             notes.append(f"{both} evaluation rows are also trained, which flatters the evaluation loss.")
         counts["eval"]["also_trained"] = both
-    if copies := len(loaded.digests) - len(set(loaded.digests)):
-        notes.append(f"{copies} of {len(loaded.digests)} rows are exact copies of earlier ones; all are kept.")
+    if copies := _copies(loaded.rows):
+        notes.append(f"{copies} of {len(loaded.rows)} rows are exact copies of earlier ones; all are kept.")
+    train = _weighted(train, list(loaded.weights), recipe.train.seed)
     counts.update(rows_trained=len(train), rows_evaluated=len(held or ()), rows_copied=copies, **_token_counts(train))
     if held is not None:
         counts["eval"].update(rows=len(held), **_token_counts(held))
     counts["first_ids"] = train[0].input_ids[:8]
     counts["first_tokens"] = tokenizer.convert_ids_to_tokens(counts["first_ids"])
+    if data.packing is True:
+        train = Packs(train, packs(train.lengths, data.max_length, recipe.train.seed))
+        fill = train.tokens / (len(train) * data.max_length)
+        counts.update(packs=len(train), fill=round(fill, 4), trained_tokens=train.trained_tokens)
+        notes.append(
+            f"{len(train.rows):,} rows lie in {len(train):,} packs of up to {data.max_length:,} tokens, {fill:.1%} "
+            f"filled; a step takes {recipe.train.batch_size} packs."
+        )
     return Prepared(train, held, counts, notes)
 
 
-def read_messages(source: str, data: Data) -> list[list[Message]]:
+def read_conversations(source: str, data: Data) -> list[Conversation]:
     """The conversations of a file, for asking a model: the same reading and the same verdicts as for training.
 
     Raises `DataError` as `prepare` does; rows skipped by `on_bad_row: skip` are left out.
     """
     sources = files.find(source)
-    layout, _ = layout_of(sources, data, None)
-    bad = _Bad()
-    found = []
-    for where, row in files.rows(sources, None):
-        try:
-            found.append(formats.to_messages(_whole(row), layout, data.system))
-        except BadRow as error:
-            bad.add(where, error)
-    bad.check(data, len(found))
+    layout, _ = layout_of(columns_of(sources, None), data)
+    tally, found = Tally(), []
+    for chunk in files.chunks(sources, None):
+        for line, row in chunk.rows():
+            tally.read[chunk.source] += 1
+            try:
+                found.append(formats.to_conversation(formats.renamed(_whole(row), data.columns), layout, data.system))
+            except BadRow as error:
+                tally.refuse(chunk.source, line, error)
+    _check_bad(tally, sources, data)
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- rows -> tokens
+# ------------------------------------------------------------------------------------------------------------- layout
 
 
-@dataclass
-class _Bad:
-    """The rows that cannot be trained, by kind, the first of them in words."""
+def columns_of(sources: Sequence[files.Source], limit: int | None) -> list[str]:
+    """The columns of all rows, as the files name them."""
+    rows = (row for chunk in files.chunks(sources, limit) for _, row in chunk.rows() if isinstance(row, dict))
+    return list(dict.fromkeys(name for row in rows for name in row))
 
-    kinds: Counter[str] = field(default_factory=Counter)
-    lines: list[str] = field(default_factory=list)
 
-    def add(self, where: str, error: BadRow) -> None:
-        self.kinds[error.kind] += 1
-        if len(self.lines) < LISTED:
-            self.lines.append(f"{where}: {error.reason}")
-
-    def check(self, data: Data, good: int) -> None:
-        count = sum(self.kinds.values())
-        if not count or (data.on_bad_row == "skip" and good):
-            return
-        kinds = ", ".join(f"{number} {kind}" for kind, number in self.kinds.most_common())
-        more = f"\n  and {count - len(self.lines)} more" * (count > len(self.lines))
-        listed = "".join(f"\n  {line}" for line in self.lines)
+def layout_of(columns: Iterable[str], data: Data) -> tuple[str, str]:
+    """The layout and why, from the file's names of all columns: it must not hang on which row comes first."""
+    columns = list(columns)
+    if data.format == "auto":
+        if not columns:  # nothing but bad rows: any layout lets them be reported
+            return "messages", "no readable row"
+        layout, reason = formats.detect(columns, data.columns)
+    else:
+        layout, reason = data.format, "set in the recipe"
+        if columns:
+            formats.check_columns(columns, layout, data.columns)
+    if layout == "text" and data.system is not None:
         raise DataError(
-            f"{count} of {count + good} rows cannot be trained ({kinds}):{listed}{more}\n",
-            "Correct them, or set data.on_bad_row: skip to leave them out and count them."
-            if good
-            else "Correct them; with none left there is nothing to train.",
+            "data.system is set, but rows of plain text have no place for a system message.",
+            "Remove data.system, or give the rows as prompt and completion.",
         )
-
-
-@dataclass
-class _Loaded:
-    """What one set of files gave."""
-
-    sources: list[files.Source]
-    format: str
-    reason: str
-    max_length: int
-    rows: Rows = field(default_factory=Rows)
-    digests: list[str] = field(default_factory=list)
-    bad: _Bad = field(default_factory=_Bad)
-    read: int = 0
-    overlong: int = 0
-    longest: tuple[int, str] = (0, "")
-    dropped: int = 0
-    dropped_tokens: int = 0
-    cut: int = 0
-    cut_tokens: int = 0
-    systems: set[str | None] = field(default_factory=set)
-
-    def add(self, where: str, row: chat.Encoded, digest: str, overlong: str) -> None:
-        length = len(row.input_ids)
-        self.longest = max(self.longest, (length, where), key=lambda seen: seen[0])
-        if length > self.max_length:
-            self.overlong += 1
-            kept = chat.Encoded(row.input_ids[: self.max_length], row.labels[: self.max_length])
-            if overlong != "truncate-end" or not _trained(kept):
-                self.dropped += 1
-                self.dropped_tokens += length
-                return
-            self.cut += 1
-            self.cut_tokens += length - self.max_length
-            row = kept
-        self.rows.append(row)
-        self.digests.append(digest)
-
-    def check(self, data: Data) -> None:
-        """Raise for every policy that says stop, and when nothing is left."""
-        self.bad.check(data, self.read - sum(self.bad.kinds.values()))
-        length, where = self.longest
-        if self.overlong and data.overlong == "error":
-            raise DataError(
-                f"{self.overlong} of {self.read} rows are longer than data.max_length {self.max_length} tokens; the "
-                f"longest has {length} ({where}).",
-                f"Set data.max_length to {length}, or data.overlong to drop or truncate-end.",
-            )
-        if not len(self.rows):
-            names = ", ".join(source.name for source in self.sources)
-            raise DataError(
-                f"No row of {names} is left to train: {self.read} read, {sum(self.bad.kinds.values())} bad, "
-                f"{self.dropped} dropped as longer than data.max_length {self.max_length} (up to {length}).",
-                "Raise data.max_length, or correct the rows." if self.read else "Put rows into the file.",
-            )
-
-    def counts(self) -> dict[str, Any]:
-        return {
-            "format": self.format,
-            "format_reason": self.reason,
-            "files": [{"name": source.name, "sha256": source.sha256()} for source in self.sources],
-            "rows_read": self.read,
-            "rows_bad": dict(self.bad.kinds),
-            "bad_rows": self.bad.lines,
-            "rows_overlong": self.overlong,
-            "rows_dropped": self.dropped,
-            "tokens_dropped": self.dropped_tokens,
-            "rows_cut": self.cut,
-            "tokens_cut": self.cut_tokens,
-            "longest_read": self.longest[0],
-            "max_length": self.max_length,
-            "system": self.common_system(),
-        }
-
-    def common_system(self) -> str | None:
-        """The system message that every row has, which a chat with the trained model then starts with."""
-        return next(iter(self.systems)) if len(self.systems) == 1 else None
-
-
-def _token_counts(rows: Rows) -> dict[str, Any]:
-    trained = rows.trained_tokens
-    return {
-        "tokens": rows.tokens,
-        "trained_tokens": trained,
-        "trained_share": round(trained / rows.tokens, 4),
-        "longest": max(rows.lengths),
-    }
-
-
-def _load(source: str | list[str], data: Data, tokenizer: Any, limit: int | None) -> _Loaded:
-    sources = files.find(source)
-    layout, reason = layout_of(sources, data, limit)
-    loaded = _Loaded(sources, layout, reason, data.max_length)
-    for where, row in files.rows(sources, limit):
-        loaded.read += 1
-        try:
-            messages = formats.to_messages(_whole(row), layout, data.system)
-            loaded.add(where, chat.encode(tokenizer, messages), row_hash(messages), data.overlong)
-            if len(loaded.systems) < 2:
-                loaded.systems.add(messages[0]["content"] if messages[0]["role"] == "system" else None)
-        except BadRow as error:
-            loaded.bad.add(where, error)
-    loaded.check(data)
-    return loaded
+    if layout != "prompt-completion" and data.train_on == "completion":
+        raise DataError(
+            f"data.train_on is completion, but rows of layout {layout} do not say where their prompt ends.",
+            "Take assistant, last or all, or give the rows as prompt and completion.",
+        )
+    return layout, reason
 
 
 def _whole(row: dict[str, Any] | BadRow) -> dict[str, Any]:
@@ -276,50 +133,204 @@ def _whole(row: dict[str, Any] | BadRow) -> dict[str, Any]:
     return row
 
 
-def layout_of(sources: list[files.Source], data: Data, limit: int | None) -> tuple[str, str]:
-    """The layout and why, from the columns of all rows: the answer must not hang on which row comes first."""
-    columns = dict.fromkeys(key for _, row in files.rows(sources, limit) if isinstance(row, dict) for key in row)
-    if data.format == "auto":
-        if not columns:  # nothing but bad rows: any layout lets them be reported
-            return "messages", "no readable row"
-        layout, reason = formats.detect(columns)
-    else:
-        layout, reason = data.format, "set in the recipe"
-        if columns:
-            formats.check_columns(columns, layout)
-    if layout == "text" and data.system is not None:
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """All rows of some sources, finished."""
+
+    rows: Rows
+    about: dict[str, Any]
+    weights: list[float]  # of each source
+    said: list[str]
+
+
+def _load(names: dict[str, float], data: Data, tokenizer: Any, limit: int | None) -> _Loaded:
+    groups = [files.find(name) for name in names]
+    sources = files.find(list(names)) if len(names) > 1 else groups[0]  # together, so that a file named twice is seen
+    weights = [weight for group, weight in zip(groups, names.values(), strict=True) for _ in group]
+    prints = [(source.name, source.fingerprint() or "") for source in sources]
+
+    def make(path: Path) -> dict[str, Any]:
+        about = _write(path, sources, data, tokenizer, limit)
+        for file, (_, found) in zip(about["files"], prints, strict=True):
+            file["sha256"] = found or None
+        return about
+
+    def where(source: int, line: int) -> str:
+        return sources[source].where(line)
+
+    if all(found for _, found in prints):
+        path, about, there = data_cache.cached(data_cache.key_of(prints, data, tokenizer, limit), make)
+        said = [f"The prepared rows come from {path.parent}."] if there else []
+        return _Loaded(Rows.open(path, where), about, weights, said)
+    with tempfile.TemporaryDirectory(prefix="finetune-rows-") as folder:  # a stream has no content to know it by
+        path = Path(folder) / data_cache.ROWS
+        about = make(path)
+        said = [source.note for source in sources if source.note]
+        return _Loaded(Rows.open(path, where), about, weights, said)  # what is mapped stays until it is let go
+
+
+def _write(
+    path: Path, sources: Sequence[files.Source], data: Data, tokenizer: Any, limit: int | None
+) -> dict[str, Any]:
+    """Finish all rows of the sources into a file; raise for every policy that says stop, and when none is left."""
+    layout, reason = _first_guess(sources, data, limit)
+    while True:
+        tally = Tally()
+        with Writer(path) as file:
+            for part in encode_chunks(Job(tokenizer, layout, data), files.chunks(sources, limit)):
+                file.write(part.batch)
+                tally.add(part.tally)
+        better, reason = layout_of(tally.columns, data)
+        if better == layout:
+            break
+        layout = better  # a later row had a column that the first ones lacked
+    _check_bad(tally, sources, data)
+    _check_lengths(tally, sources, data)
+    if data.eval_group is not None and data.eval_group not in tally.columns:
         raise DataError(
-            "data.system is set, but rows of plain text have no place for a system message.",
-            "Remove data.system, or give the rows as prompt and completion.",
+            f"data.eval_group names the column '{data.eval_group}', which is in no row.",
+            f"Name one of {', '.join(tally.columns)}.",
         )
-    return layout, reason
+    return _about(tally, sources, data, layout, reason)
 
 
-def row_hash(messages: Sequence[Message]) -> str:
-    """SHA-256 of a conversation, the same on every machine and wherever the row stands."""
-    canonical = json.dumps(list(messages), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+def _first_guess(sources: Sequence[files.Source], data: Data, limit: int | None) -> tuple[str, str]:
+    """The layout by the first rows; where they don't tell, by all."""
+    first = next(files.chunks(sources, limit), None)
+    rows = [row for _, row in first.rows() if isinstance(row, dict)] if first else []
+    try:
+        return layout_of(dict.fromkeys(name for row in rows for name in row), data)
+    except DataError:
+        return layout_of(columns_of(sources, limit), data)
 
 
-def _split(loaded: _Loaded, share: float) -> tuple[Rows, Rows]:
-    """Hold out the rows whose hash, read as a fraction of all hashes, lies below `share`.
+def _check_bad(tally: Tally, sources: Sequence[files.Source], data: Data) -> None:
+    count, read = tally.bad.total(), tally.read.total()
+    if not count or (data.on_bad_row == "skip" and count < read):
+        return
+    kinds = ", ".join(f"{number} {kind}" for kind, number in tally.bad.most_common())
+    listed = "".join(f"\n  {line}" for line in _bad_rows(tally, sources))
+    more = f"\n  and {count - len(tally.bad_rows)} more" * (count > len(tally.bad_rows))
+    raise DataError(
+        f"{count} of {read} rows cannot be trained ({kinds}):{listed}{more}\n",
+        "Correct them, or set data.on_bad_row: skip to leave them out and count them."
+        if count < read
+        else "Correct them; with none left there is nothing to train.",
+    )
 
-    Equal rows have equal hashes, so a row is never on both sides, and other rows don't move it. Where that leaves a
-    side empty, the row with the lowest (or highest) hash goes there.
-    """
-    fractions = [int(digest, 16) / 2**256 for digest in loaded.digests]
-    if len(set(fractions)) < 2:
+
+def _bad_rows(tally: Tally, sources: Sequence[files.Source]) -> list[str]:
+    return [f"{sources[source].where(line)}: {reason}" for source, line, reason in tally.bad_rows]
+
+
+def _check_lengths(tally: Tally, sources: Sequence[files.Source], data: Data) -> None:
+    read, (length, source, line) = tally.read.total(), tally.longest
+    if tally.overlong and data.overlong == "error":
+        ends = sorted(tally.over)
+        bars = "".join(f"\n  up to {end * data.max_length // 8:>7,}: {tally.over[end]:,}" for end in ends[:12])
+        if beyond := sum(tally.over[end] for end in ends[12:]):
+            bars += f"\n  longer: {beyond:,}"
         raise DataError(
-            f"data.eval {share} wants rows held out, but there is only one to train on.",
+            f"{tally.overlong} of {read} rows are longer than data.max_length {data.max_length} tokens; the "
+            f"longest has {length} ({sources[source].where(line)}).{bars}\n",
+            f"Set data.max_length to {length}, or data.overlong to drop, truncate-prompt, truncate-end or split.",
+        )
+    if not tally.kept.total():
+        names = ", ".join(found.name for found in sources)
+        raise DataError(
+            f"No row of {names} is left to train: {read} read, {tally.bad.total()} bad, {tally.dropped} dropped as "
+            f"longer than data.max_length {data.max_length} (up to {length}).",
+            "Raise data.max_length, or correct the rows." if read else "Put rows into the file.",
+        )
+
+
+def _about(tally: Tally, sources: Sequence[files.Source], data: Data, layout: str, reason: str) -> dict[str, Any]:
+    length, source, line = tally.longest
+    return {
+        "format": layout,
+        "format_reason": reason,
+        "files": [
+            {"name": found.name, "rows_read": tally.read[number], "rows_kept": tally.kept[number]}
+            for number, found in enumerate(sources)
+        ],
+        "rows_read": tally.read.total(),
+        "rows_bad": dict(tally.bad.most_common()),
+        "bad_rows": _bad_rows(tally, sources),
+        "rows_overlong": tally.overlong,
+        "rows_dropped": tally.dropped,
+        "rows_cut": tally.cut,
+        "rows_split": tally.split,
+        "tokens_lost": tally.tokens_lost,
+        "trained_tokens_lost": tally.trained_lost,
+        "longest_read": length,
+        "longest_at": sources[source].where(line) if length else None,
+        "max_length": data.max_length,
+        # The system message that every row has, which a chat with the trained model then starts with.
+        "system": next(iter(tally.systems)) if len(tally.systems) == 1 else None,
+    }
+
+
+# ---------------------------------------------------------------------------------------- splits, weights, duplicates
+
+
+def _split(rows: Rows, data: Data) -> tuple[Rows, Rows]:
+    """Hold out the rows whose hash, read as a fraction of all hashes, lies below the share.
+
+    Equal rows (and rows of one group) have equal hashes, so they are never on both sides, and other rows don't move
+    them. Where that leaves a side empty, the rows with the lowest (or highest) hash go there.
+    """
+    import numpy as np
+
+    share, keys = float(str(data.eval)), rows.column("key")
+    if len(rows) == 0 or keys.min() == keys.max():
+        what = "one to train on" if data.eval_group is None else f"one value of {data.eval_group}"
+        raise DataError(
+            f"data.eval {data.eval} wants rows held out, but there is only {what}.",
             "Give more rows, a file with evaluation rows, or data.eval: none.",
         )
-    held = {fraction for fraction in fractions if fraction < share} or {min(fractions)}
-    held -= {max(fractions)}
-    sides: tuple[list[int], list[int]] = ([], [])
-    for index, fraction in enumerate(fractions):
-        sides[fraction in held].append(index)
-    return loaded.rows.take(sides[0]), loaded.rows.take(sides[1])
+    held = keys < np.uint64(min(int(share * 2**64), 2**64 - 1))
+    held |= keys == keys.min() if not held.any() else False
+    held &= keys != keys.max()
+    return rows.take(np.flatnonzero(~held)), rows.take(np.flatnonzero(held))
 
 
-def _trained(row: chat.Encoded) -> int:
-    return len(row.labels[1:]) - row.labels[1:].count(chat.IGNORE)
+def _weighted(rows: Rows, weights: Sequence[float], seed: int) -> Rows:
+    """Each row as often as its source weighs: 2 is twice, 0.5 every other, drawn by the row's hash and the seed."""
+    import numpy as np
+
+    if set(weights) == {1.0}:
+        return rows
+    source, digest = rows.column("source"), rows.column("digest")
+    weight = np.asarray(weights)[source]
+    # Another hash than the one that splits, or a held-out share would lie in the drawn one or beside it as a whole.
+    drawn = (digest ^ np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
+    drawn ^= drawn >> np.uint64(32)
+    times = np.floor(weight).astype(np.int64) + (drawn.astype(np.float64) / 2**64 < weight % 1)
+    if not times.any():
+        raise DataError("The weights of data.train leave no row to train.", "Raise them, or give more rows.")
+    return rows.take(np.repeat(np.arange(len(rows)), times))
+
+
+def _copies(rows: Rows) -> int:
+    import numpy as np
+
+    return len(rows) - len(np.unique(rows.column("digest")))
+
+
+def _also_in(held: Rows, train: Rows) -> int:
+    import numpy as np
+
+    return int(np.isin(np.unique(held.column("digest")), train.column("digest")).sum())
+
+
+def _token_counts(rows: Rows) -> dict[str, Any]:
+    tokens, trained = rows.tokens, rows.trained_tokens
+    return {
+        "tokens": tokens,
+        "trained_tokens": trained,
+        "trained_share": round(trained / tokens, 4),
+        "longest": int(rows.lengths.max()),
+    }

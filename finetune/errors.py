@@ -25,6 +25,10 @@ class FinetuneError(Exception):
         self.hint = hint
         super().__init__(f"{what} {hint}".strip())
 
+    def __reduce__(self) -> tuple[type[FinetuneError], tuple[str, str]]:
+        """Both sentences survive the way from another process."""
+        return type(self), (self.what, self.hint)
+
 
 class InputError(FinetuneError):
     """Something the user gave is wrong; nothing was started."""

@@ -9,9 +9,9 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
-from finetune.data import read_messages
+from finetune.data import read_conversations
 from finetune.errors import InputError
-from finetune.formats import Message
+from finetune.formats import Conversation, Message
 from finetune.generate import Answer, Speaker, load_speaker
 from finetune.recipe import Evaluate, Full, Recipe
 from finetune.run import Run, open_run, replace_text
@@ -75,7 +75,7 @@ def evaluate(run: Run | str | Path, *, rows: int | None = None, speaker: Speaker
         del untrained, tuned
         tuned = load_speaker(run.folder)
     arms.append(_ask("tuned", tuned, prompts, references, asked, bare=False))
-    result = Evaluation([prompt[-1]["content"] for prompt in prompts], references, arms)
+    result = Evaluation([prompt.messages[-1]["content"] for prompt in prompts], references, arms)
     _save(run, result)
     return result
 
@@ -107,30 +107,32 @@ def check_questions(recipe: Recipe) -> None:
         _questions(recipe.evaluate.data, recipe, 1)
 
 
-def _questions(source: str, recipe: Recipe, rows: int) -> tuple[list[list[Message]], list[str]]:
+def _questions(source: str, recipe: Recipe, rows: int) -> tuple[list[Conversation], list[str]]:
     """The first `rows` conversations up to their last reply, and those replies."""
-    conversations = [c for c in read_messages(source, recipe.data) if c and c[-1]["role"] == "assistant"][:rows]
-    if not conversations:
+    found = [(c.messages, c.tools) for c in read_conversations(source, recipe.data)]
+    talks = [(said, tools) for said, tools in found if said[-1]["role"] == "assistant" and said[-1]["content"]][:rows]
+    if not talks:
         raise InputError(
             f"{source} has no row that ends with a reply.", "Give held-out rows in the format of the training rows."
         )
-    return [c[:-1] for c in conversations], [c[-1]["content"] for c in conversations]
+    return [Conversation(said[:-1], tools) for said, tools in talks], [said[-1]["content"] for said, _ in talks]
 
 
 def _examples(recipe: Recipe, count: int) -> list[list[Message]]:
     """Up to `count` training rows of one question and one reply, the first of each kind of reply."""
     chosen: dict[str, list[Message]] = {}
-    for conversation in (c for source in recipe.data.sources for c in read_messages(source, recipe.data)):
-        turns = [m for m in conversation if m["role"] != "system"]
+    for talk in (c for source in recipe.data.sources for c in read_conversations(source, recipe.data)):
+        turns = [m for m in talk.messages if m["role"] != "system"]
         if len(turns) == 2 and len(chosen) < count:
             chosen.setdefault(_kind(turns[1]["content"]), turns)
     return list(chosen.values())
 
 
-def _with_examples(prompt: list[Message], examples: list[list[Message]]) -> list[Message]:
+def _with_examples(prompt: Conversation, examples: list[list[Message]]) -> Conversation:
     """The prompt with the examples between its system message and its question."""
-    shown = [message for turns in examples for message in turns]
-    return [*prompt[:1], *shown, *prompt[1:]] if prompt[0]["role"] == "system" else [*shown, *prompt]
+    said = prompt.messages
+    at = int(said[0]["role"] == "system")
+    return prompt._replace(messages=[*said[:at], *(m for turns in examples for m in turns), *said[at:]])
 
 
 def _kind(reply: str) -> str:
@@ -143,7 +145,7 @@ def _kind(reply: str) -> str:
 
 
 def _ask(
-    name: str, speaker: Speaker, prompts: list[list[Message]], references: list[str], asked: Evaluate, *, bare: bool
+    name: str, speaker: Speaker, prompts: list[Conversation], references: list[str], asked: Evaluate, *, bare: bool
 ) -> Arm:
     began = time.perf_counter()
     answers: list[Answer] = speaker.answer(prompts, max_new_tokens=asked.max_new_tokens, bare=bare)

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune import chat
 from finetune.errors import FinetuneError, RunError
-from finetune.formats import Message
+from finetune.formats import Conversation, Message
 from finetune.model import load_base, load_tokenizer, model_folder, training_device
 from finetune.recipe import Recipe
 from finetune.run import Run, open_run
@@ -37,12 +37,12 @@ class Speaker:
     system: str | None = None
 
     def answer(
-        self, conversations: Sequence[list[Message]], *, max_new_tokens: int, tokens: int = 16_384, bare: bool = False
+        self, conversations: Sequence[Conversation], *, max_new_tokens: int, tokens: int = 16_384, bare: bool = False
     ) -> list[Answer]:
         """Greedy replies in the order of the questions; batches of similar length hold about `tokens` tokens."""
         import torch
 
-        prompts = [chat.prompt_ids(self.tokenizer, messages) for messages in conversations]
+        prompts = [chat.prompt_ids(self.tokenizer, talk.messages, talk.tools) for talk in conversations]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers: list[Answer | None] = [None] * len(prompts)
         self.model.eval()

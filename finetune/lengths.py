@@ -5,6 +5,7 @@ A file of many rows is read whole and every n-th row is tokenised, so that a sor
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from finetune import chat, embedded, files, formats, hub_headers
@@ -12,6 +13,8 @@ from finetune.data import layout_of
 from finetune.errors import DataError
 from finetune.formats import BadRow
 from finetune.model import load_tokenizer
+from finetune.overlong import supervised
+from finetune.packing import packs
 from finetune.paths import Lengths
 from finetune.recipe import Recipe
 
@@ -23,25 +26,34 @@ def read_lengths(recipe: Recipe, source: str | list[str] | None = None, sample: 
 
     Rows that cannot be trained are left out here; `train` judges them. Raises `DataError` when none can.
     """
+    data = recipe.data
     tokenizer = load_tokenizer(recipe)
-    sources = files.find(source or list(recipe.data.sources))
-    layout, _ = layout_of(sources, recipe.data, recipe.data.limit)
-    total = sum(1 for _ in files.rows(sources, recipe.data.limit))
-    every = max(1, total // sample)
-    pairs = []
-    for number, (_, row) in enumerate(files.rows(sources, recipe.data.limit)):
-        if number % every or isinstance(row, BadRow):
-            continue
-        try:
-            encoded = chat.encode(tokenizer, formats.to_messages(row, layout, recipe.data.system))
-        except BadRow:
-            continue
-        trained = len(encoded.labels[1:]) - encoded.labels[1:].count(chat.IGNORE)
-        pairs.append((len(encoded.input_ids), trained))
+    sources = files.find(source or list(data.sources))
+    names = ", ".join(found.name for found in sources)
+    rows = [row for chunk in files.chunks(sources, data.limit) for _, row in chunk.rows()]
+    good = [row for row in rows if not isinstance(row, BadRow)]
+    layout, _ = layout_of(dict.fromkeys(name for row in good for name in row), data)
+    talks = []
+    for row in good[:: max(1, len(good) // sample)]:
+        with contextlib.suppress(BadRow):
+            talks.append(formats.to_conversation(formats.renamed(row, data.columns), layout, data.system))
+    found = [row for row in chat.encode_many(tokenizer, talks, data.train_on) if not isinstance(row, BadRow)]
+    pairs = [(len(row.input_ids), supervised(row)) for row in found]
     if not pairs:
-        names = ", ".join(found.name for found in sources)
-        raise DataError(f"None of the {total} rows of {names} can be trained.", "Look at them with `finetune train`.")
-    return Lengths.read(pairs, ", ".join(found.name for found in sources), total)
+        raise DataError(
+            f"None of the {len(rows)} rows of {names} can be trained.", "Look at them with `finetune data`."
+        )
+    if data.packing is True:
+        return _packed(pairs, names, len(rows), data.max_length, recipe.train.seed)
+    return Lengths.read(pairs, names, len(rows))
+
+
+def _packed(pairs: list[tuple[int, int]], names: str, rows: int, max_length: int, seed: int) -> Lengths:
+    """The same of packs; a longer row would be cut or stop the training, so it counts as a full pack."""
+    pairs = [(min(tokens, max_length), min(trained, max_length)) for tokens, trained in pairs]
+    bins = packs([tokens for tokens, _ in pairs], max_length, seed)
+    whole = [(sum(pairs[row][0] for row in pack), sum(pairs[row][1] for row in pack)) for pack in bins]
+    return Lengths.read(whole, names, max(len(bins), rows * len(bins) // len(pairs)))
 
 
 def at_hand(recipe: Recipe) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from finetune.device import Device
 from finetune.facts import Facts
@@ -59,12 +59,21 @@ class Lengths:
         return [((number + 1) * width, count) for number, count in enumerate(counts)]
 
 
-def lies_flat(model_type: str, device: Device, micro_batch: int) -> bool:
-    """Whether the rows of a micro-batch are laid end to end instead of padded to the longest.
+def packing_of(recipe: Recipe, model_type: str, device: Device) -> tuple[Literal["step", False], str]:
+    """What data.packing: auto means here, and why. It never packs across steps, which would change them."""
+    if model_type not in KEEPS_ROWS_APART:
+        return False, f"models of type {model_type} are not known to keep rows apart that lie end to end"
+    if device.kind == "cpu":
+        return "step", "on a CPU the mask that keeps rows apart costs less than padding"
+    if recipe.load.attention == "flash_attention_2":
+        return "step", "flash-attention takes the ends of rows instead of padding"
+    return False, "padded rows of about one length cost less here than one mask over all of them"
 
-    On a CPU the mask this takes costs less than padding. The model must keep the rows apart by their positions.
-    """
-    return device.kind == "cpu" and micro_batch > 1 and model_type in KEEPS_ROWS_APART
+
+def lies_flat(recipe: Recipe) -> bool:
+    """Whether the rows of a micro-batch are laid end to end instead of padded to the longest."""
+    packing = recipe.data.packing
+    return packing is True or (packing == "step" and int(recipe.train.micro_batch) > 1)
 
 
 def batch_of(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None) -> Batch:
@@ -77,7 +86,7 @@ def batch_of(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | No
         taken = [(min(tokens, longest), min(trained, longest - 1)) for tokens, trained in lengths.pairs[:rows]]
         taken += taken[-1:] * (rows - len(taken))
     trained = max(sum(count for _, count in taken), 1)
-    if lies_flat(facts.model_type, device, rows):
+    if lies_flat(recipe):
         return Batch(1, sum(tokens for tokens, _ in taken), trained, flat=True)
     return Batch(rows, taken[0][0], trained, padded=taken[0][0] != taken[-1][0])
 

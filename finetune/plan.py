@@ -15,7 +15,7 @@ from finetune.facts import Facts, read_facts
 from finetune.footprint import LIBRARIES, disk_lines, host_lines
 from finetune.memory import BUCKETS, CONTEXT, Account, Line, account
 from finetune.method import saved_tensors, target_modules, trainable_parameters
-from finetune.paths import Lengths, batch_of, in_words, path_of
+from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, packing_of, path_of
 from finetune.recipe import Full, QLoRA, Recipe, load_recipe
 from finetune.speed import Speed, speed_of
 from finetune.steps import Batch, Path
@@ -193,7 +193,7 @@ def resolve(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | Non
         micro, checkpointing, because = _batch(recipe, facts, device, lengths)
         settle("train", "micro_batch", micro, because)
         settle("train", "checkpointing", checkpointing, _why_checkpointing(checkpointing))
-    _check(recipe, device)
+    _check(recipe, facts, device)
     return recipe, planned(recipe, facts, device, lengths, tuple(choices))
 
 
@@ -259,8 +259,8 @@ def spare_line(moving: int) -> Line:
     )  # fmt: skip
 
 
-def _check(recipe: Recipe, device: Device) -> None:
-    """Refuse what cannot run, whatever the memory."""
+def _check(recipe: Recipe, facts: Facts, device: Device) -> None:
+    """Refuse what cannot run, or would mix rows, whatever the memory."""
     micro = int(recipe.train.micro_batch)
     if recipe.train.batch_size % (micro * device.count):
         below = recipe.train.batch_size // (micro * device.count) * micro * device.count
@@ -268,6 +268,12 @@ def _check(recipe: Recipe, device: Device) -> None:
         raise InputError(
             f"train.batch_size {recipe.train.batch_size} is no multiple of {micro} rows x {device.count} devices.",
             f"Set train.batch_size to {fitting}, or give another train.micro_batch.",
+        )
+    if recipe.data.packing and facts.model_type not in KEEPS_ROWS_APART:
+        raise InputError(
+            f"data.packing is {str(recipe.data.packing).lower()}, but models of type {facts.model_type} are not "
+            "known to keep rows apart that lie end to end.",
+            "Set data.packing: auto or false.",
         )
     if device.kind == "cpu" and (recipe.train.precision == "fp16" or recipe.load.attention == "flash_attention_2"):
         raise InputError(
@@ -309,6 +315,7 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
         if eager
         else "the fastest that needs no extra package",
     )
+    yield "data", "packing", *packing_of(recipe, facts.model_type, device)
     if device.kind == "cpu":
         yield "train", "optimizer", "adamw_torch_fused", "paging needs a GPU"
     elif isinstance(recipe.method, QLoRA):

@@ -155,10 +155,10 @@ class Data(_Part):
         description="What happens to a longer row: error, drop, truncate-prompt, truncate-end or split; always "
         "counted.",
     )
-    packing: Auto | bool = Field(
+    packing: Auto | Literal["step"] | bool = Field(
         "auto",
-        description="true packs whole rows into sequences of max_length, and batch_size counts those; auto lays the "
-        "rows of a step end to end where attention keeps them apart; false pads.",
+        description="step lays the rows of a pass end to end; true fills sequences of max_length with whole rows, "
+        "and batch_size counts those; false pads; auto takes step where that is cheaper than padding.",
     )
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="What happens to a row that cannot be trained: error or skip; always counted."

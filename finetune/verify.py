@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.callbacks import Interrupt
 from finetune.chat import Encoded
-from finetune.data import Prepared, Rows
+from finetune.data import Prepared
 from finetune.device import Device
 from finetune.facts import Facts
 from finetune.fast.head import IGNORED
@@ -21,6 +21,7 @@ from finetune.measure import Measured, held_against
 from finetune.plan import Plan, changed
 from finetune.recipe import Recipe
 from finetune.run import Run
+from finetune.store import Rows
 from finetune.trainer import build_trainer
 
 STEPS = 2
@@ -58,10 +59,10 @@ def _rows(plan: Plan, batch_size: int, vocabulary: int) -> Rows:
     micro = plan.micro_batch
     longest = plan.batch.tokens // micro
     trained = plan.batch.supervised // micro
-    rows = Rows()
+    rows = []
     for number in range(STEPS * batch_size):
         length = max(2, longest - number) if plan.batch.padded else longest
         scored = max(1, min(length - 1, trained))
         ids = [dice.randrange(vocabulary) for _ in range(length)]
         rows.append(Encoded(ids, [IGNORED] * (length - scored) + ids[length - scored :]))
-    return rows
+    return Rows.of(rows)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
-import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune.data import Prepared, Rows, prepare, read_messages, row_hash
+from finetune import files
+from finetune.data import Prepared, prepare, read_conversations
+from finetune.encoding import row_hash
 from finetune.errors import DataError
 from finetune.files import find
+from finetune.formats import Conversation
 from finetune.recipe import Data, Recipe
+from finetune.store import Packs, Rows
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("smollm2")
@@ -35,7 +42,7 @@ def jsonl(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def run(train: str | list[str], tokenizer: Any = TOKENIZER, **data: Any) -> Prepared:
+def run(train: str | list[str] | dict[str, float], tokenizer: Any = TOKENIZER, **data: Any) -> Prepared:
     recipe = {"model": "any", "method": {"kind": "lora"}, "data": {"train": train, "format": "auto", **data}}
     return prepare(Recipe.model_validate(recipe), tokenizer)
 
@@ -45,26 +52,38 @@ def texts(rows: Rows | None, tokenizer: Any = TOKENIZER) -> list[str]:
     return [tokenizer.decode(row.input_ids) for row in rows]
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def test_three_rows_by_hand(tmp_path: Path) -> None:
     rows = [{"text": "the"}, {"text": "Hello the"}, {"text": "a"}]
     file = Path(jsonl(tmp_path / "a.jsonl", *rows))
     prepared = run(str(file), BASE)
     assert texts(prepared.train, BASE) == ["<s>the</s>", "<s>Hello the</s>", "<s>a</s>"]
     assert [len(row.input_ids) for row in prepared.train] == [3, 4, 3]
-    assert prepared.train.lengths == [3, 4, 3]
-    assert prepared.train.labels == prepared.train.input_ids
+    assert prepared.train.lengths.tolist() == [3, 4, 3]
+    assert all(row.labels == row.input_ids for row in prepared.train)
     assert prepared.eval is None
     expected = {
         "format": "text",
         "format_reason": "column text",
-        "files": [{"name": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}],
+        "files": [
+            {
+                "name": str(file),
+                "rows_read": 3,
+                "rows_kept": 3,
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+        ],
         "rows_read": 3,
         "rows_trained": 3,
         "rows_bad": {},
         "rows_overlong": 0,
         "rows_dropped": 0,
         "rows_cut": 0,
-        "tokens_cut": 0,
+        "tokens_lost": 0,
         "tokens": 3 + 4 + 3,
         "trained_tokens": 2 + 3 + 2,  # nothing predicts a row's first token
         "trained_share": 0.7,
@@ -102,8 +121,7 @@ def test_the_look_of_a_file_makes_no_difference(tmp_path: Path, content: bytes, 
     (tmp_path / f"other{suffix}").write_bytes(content)
     plain, other = run(str(tmp_path / "plain.jsonl")), run(str(tmp_path / f"other{suffix}"))
     assert len(plain.train) == 3
-    assert plain.train.input_ids == other.train.input_ids
-    assert plain.train.labels == other.train.labels
+    assert list(plain.train) == list(other.train)
     assert not any("\ufeff" in text for text in texts(other.train))
 
 
@@ -138,8 +156,8 @@ def test_csv_is_all_text(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"a.csv:6: column 'output' is missing or null"):
         run(str(file))
-    messages = read_messages(str(file), Data(train="x", on_bad_row="skip"))
-    assert [[turn["content"] for turn in talk] for talk in messages] == [
+    messages = read_conversations(str(file), Data(train="x", on_bad_row="skip"))
+    assert [[turn["content"] for turn in talk.messages] for talk in messages] == [
         ["Agent?", "007"],
         ["Two\nlines, and\n4", 'say "8"'],
     ]
@@ -161,7 +179,8 @@ def test_csv_faults_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=reason):
             run(str(file))
     file.write_text("prompt,completion\nx," + "y" * 200_000 + "\n", encoding="utf-8")
-    assert len(read_messages(str(file), Data(train="x"))[0][1]["content"]) == 200_000
+    [talk] = read_conversations(str(file), Data(train="x"))
+    assert len(talk.messages[1]["content"]) == 200_000
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -174,7 +193,7 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a.parquet:row 2: there is no assistant message"):
         run(str(tmp_path / "a.parquet"))
     prepared = run(str(tmp_path / "a.parquet"), on_bad_row="skip")
-    assert prepared.train.input_ids == run(jsonl(tmp_path / "a.jsonl", chat("Hi", "Hello"))).train.input_ids
+    assert list(prepared.train) == list(run(jsonl(tmp_path / "a.jsonl", chat("Hi", "Hello"))).train)
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(DataError, match="cannot be read after row 0"):
         run(str(tmp_path / "b.parquet"))
@@ -197,7 +216,7 @@ DEEP = "[" * 100_000
         (b'{"prompt": "x", "completion": "\xff"}', "byte 32 is not UTF-8"),
         (b'["x", "y"]', "not an object"),
         (b'"x"', "not an object"),
-        (b'{"prompt": ' + DEEP.encode(), "not JSON: "),
+        (b'{"prompt": ' + DEEP.encode(), "nested deeper than 200 levels"),
     ],
 )
 def test_a_bad_line_is_named_and_may_be_skipped(tmp_path: Path, line: bytes, reason: str) -> None:
@@ -281,18 +300,18 @@ def test_overlong_rows_are_dropped_or_cut_as_the_recipe_says(tmp_path: Path) -> 
     file = jsonl(tmp_path / "a.jsonl", *({"text": "a" * length} for length in (3, 30, 50)))
     dropped = run(file, BASE, max_length=32, overlong="drop").counts
     assert (dropped["rows_trained"], dropped["rows_overlong"], dropped["rows_dropped"]) == (2, 1, 1)
-    assert (dropped["tokens"], dropped["tokens_dropped"], dropped["longest"]) == (5 + 32, 52, 32)
+    assert (dropped["tokens"], dropped["tokens_lost"], dropped["longest"]) == (5 + 32, 52, 32)
     assert dropped["longest_read"] == 52
     cut = run(file, BASE, max_length=32, overlong="truncate-end")
-    assert cut.train.lengths == [5, 32, 32]
-    assert (cut.counts["rows_cut"], cut.counts["tokens_cut"], cut.counts["rows_dropped"]) == (1, 20, 0)
+    assert cut.train.lengths.tolist() == [5, 32, 32]
+    assert (cut.counts["rows_cut"], cut.counts["tokens_lost"], cut.counts["rows_dropped"]) == (1, 20, 0)
     assert texts(cut.train, BASE)[2] == "<s>" + "a" * 31
 
 
 def test_a_row_whose_reply_is_cut_away_is_dropped(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", pair("x" * 200, "lost"), pair("Hi", "kept"))
     whole = run(file)
-    fits = whole.train.lengths[1]
+    fits = int(whole.train.lengths[1])
     prepared = run(file, max_length=fits, overlong="truncate-end")
     assert texts(prepared.train)[0].endswith("kept<|im_end|>\n")
     assert (prepared.counts["rows_dropped"], prepared.counts["rows_cut"]) == (1, 0)
@@ -350,17 +369,17 @@ def test_an_evaluation_file_of_another_layout(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_the_same_everywhere() -> None:
-    expected = hashlib.sha256(b'[{"content":"H\\u00e9","role":"user"}]').hexdigest()
-    assert row_hash([{"role": "user", "content": "Hé"}]) == expected
+    expected = hashlib.sha256(b'[[{"content":"H\\u00e9","role":"user"}],null]').digest()[:8]
+    assert row_hash(Conversation([{"role": "user", "content": "Hé"}])) == int.from_bytes(expected, "big")
 
 
-def test_read_messages(tmp_path: Path) -> None:
+def test_read_conversations(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", pair("One?", "1"), pair("Two?", 2))
     data = Data(train="x", system="Be brief.", limit=1)
     with pytest.raises(DataError, match="a.jsonl:2"):
-        read_messages(file, data)
+        read_conversations(file, data)
     skipping = data.model_copy(update={"on_bad_row": "skip"})
-    assert read_messages(file, skipping) == [
+    assert [talk.messages for talk in read_conversations(file, skipping)] == [
         [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "One?"},
@@ -440,49 +459,160 @@ def test_home_intents_names_its_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (len(prepared.train), len(prepared.eval or ())) == (1, 1)
 
 
-def test_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
-        asked.append((name, split))
-        if name == "nobody/nothing":
-            raise ConnectionError("Couldn't reach the Hub\nand more")
-        return [pair("One?", "1"), pair("Two?", 2)]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    prepared = run("some/pairs:test", on_bad_row="skip")
-    assert len(prepared.train) == 1
-    assert prepared.counts["files"] == [{"name": "some/pairs:test", "sha256": None}]
-    assert prepared.counts["bad_rows"][0].startswith("some/pairs:test:row 2: column 'completion'")
-    with pytest.raises(DataError) as error:
-        run("nobody/nothing")
-    assert "There is no file nobody/nothing" in error.value.what
-    assert "Couldn't reach the Hub." in error.value.what
-    assert "and more" not in error.value.what
-    assert set(asked) == {("some/pairs", "test"), ("nobody/nothing", "train")}
-
-
 # -------------------------------------------------------------------------------------------------------------- bones
 
 
-def test_rows_come_back_as_they_went_in() -> None:
-    from finetune.chat import Encoded
+# ------------------------------------------------------------------------------------------ splits, weights, packs
 
-    rows = Rows()
-    for row in (Encoded([1, 2, 3], [-100, 2, 3]), Encoded([4], [4]), Encoded([5, 6], [-100, -100])):
-        rows.append(row)
-    assert list(rows) == [rows[0], rows[1], rows[-1]]
-    assert rows.input_ids == [[1, 2, 3], [4], [5, 6]]
-    assert rows.labels == [[-100, 2, 3], [4], [-100, -100]]
-    assert (rows.lengths, rows.tokens, rows.trained_tokens) == ([3, 1, 2], 6, 2)
-    assert list(rows.take([2, 0])) == [rows[2], rows[0]]
-    with pytest.raises(IndexError):
-        rows[3]
+
+def test_rows_of_one_group_stay_on_one_side(tmp_path: Path) -> None:
+    rows = [{**pair(f"Question {n}?", f"{n}"), "user": n % 40} for n in range(400)]
+    prepared = run(jsonl(tmp_path / "a.jsonl", *rows), eval=0.3, eval_group="user")
+    assert prepared.eval is not None
+    sides = [
+        {int(text.split("Question ")[1].split("?")[0]) % 40 for text in texts(r)}
+        for r in (prepared.train, prepared.eval)
+    ]
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 40
+    assert 40 <= len(prepared.eval) <= 200  # 12 of 40 users expected
+    with pytest.raises(DataError, match="names the column 'usr', which is in no row"):
+        run(jsonl(tmp_path / "b.jsonl", *rows), eval=0.3, eval_group="usr")
+    with pytest.raises(DataError, match="only one value of user"):
+        run(jsonl(tmp_path / "c.jsonl", *({**row, "user": 1} for row in rows[:5])), eval=0.3, eval_group="user")
+
+
+def test_a_mixture_takes_rows_as_often_as_their_file_weighs(tmp_path: Path) -> None:
+    files = {name: jsonl(tmp_path / f"{name}.jsonl", *(pair(f"{name}{n}") for n in range(200))) for name in "abc"}
+    prepared = run({files["a"]: 2.0, files["b"]: 0.25, files["c"]: 1.0})
+    asked = [text.split("user\n")[1].split("<")[0] for text in texts(prepared.train)]
+    counts = {name: [asked.count(f"{name}{n}") for n in range(200)] for name in "abc"}
+    assert set(counts["a"]) == {2}
+    assert set(counts["c"]) == {1}
+    assert set(counts["b"]) == {0, 1}
+    assert 30 <= sum(counts["b"]) <= 70  # 50 expected; fixed by the hashes
+    assert prepared.counts["rows_trained"] == len(asked)
+    assert [file["rows_kept"] for file in prepared.counts["files"]] == [200, 200, 200]
+    held = run({files["a"]: 3.0}, eval=0.2)
+    assert not set(texts(held.train)) & set(texts(held.eval))
+    assert len(set(texts(held.eval))) == len(texts(held.eval))  # a held-out row is asked once, whatever it weighs
+
+
+def test_packs_hold_whole_rows(tmp_path: Path) -> None:
+    rows = [pair("x" * (n % 30 + 1), "y" * (n % 17 + 1)) for n in range(120)]
+    plain = run(jsonl(tmp_path / "a.jsonl", *rows), max_length=200)
+    packed = run(jsonl(tmp_path / "a.jsonl", *rows), max_length=200, packing=True)
+    assert isinstance(packed.train, Packs)
+    assert sorted(row for pack in packed.train.packs for row in pack) == list(range(120))
+    assert max(packed.train.lengths) <= 200
+    assert packed.train.tokens == plain.train.tokens
+    assert packed.train.trained_tokens == plain.train.trained_tokens
+    fill = plain.train.tokens / (200 * len(packed.train))
+    assert packed.counts["fill"] == pytest.approx(fill, abs=1e-4)
+    assert fill > 0.95
+    assert any(f"{fill:.1%} filled" in note for note in packed.notes)
+    assert packed.train.packs == run(jsonl(tmp_path / "a.jsonl", *rows), max_length=200, packing=True).train.packs  # type: ignore[attr-defined]
+
+
+def test_only_completions_know_their_prompt(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rows of layout messages do not say where their prompt ends"):
+        run(jsonl(tmp_path / "a.jsonl", chat("Hi", "Hello")), train_on="completion")
+
+
+def test_renamed_columns_and_a_late_column_decide_the_layout(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", *({"question": f"{n}?", "answer": "Yes."} for n in range(3)))
+    named = run(file, columns={"prompt": "question", "completion": "answer"})
+    assert texts(named.train)[0].endswith("user\n0?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n")
+    big = [{"prompt": "x" * 2000, "completion": "y"} for _ in range(700)]  # more than a chunk
+    late = jsonl(tmp_path / "b.jsonl", *big, {**chat("Hi", "Hello"), "prompt": None})
+    with pytest.raises(DataError, match="fit more than one layout"):
+        run(late, max_length=4096)
+
+
+# -------------------------------------------------------------------------------------------------------------- cache
+
+
+def entries() -> list[Path]:
+    return sorted((Path(os.environ["FINETUNE_CACHE"]) / "data").glob("*/rows.arrow"))
+
+
+def test_the_same_rows_are_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = jsonl(tmp_path / "a.jsonl", pair("One?", "1"), pair("Two?", 2), pair("Three?", "3"))
+    first = run(file, on_bad_row="skip")
+    assert len(entries()) == 1
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the rows were read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("finetune.data.encode_chunks", refuse)
+        second = run(file, on_bad_row="skip")
+    assert list(second.train) == list(first.train)
+    assert second.counts == first.counts
+    assert second.train.place(1) == f"{file}:3"
+    assert any("come from" in note for note in second.notes)
+
+
+def test_a_changed_byte_field_or_template_means_new_rows(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", pair("One?", "1"))
+    run(file)
+    for change in ({"system": "Be brief."}, {"max_length": 512}, {"train_on": "all"}, {"limit": 1}):
+        before = len(entries())
+        run(file, **change)
+        assert len(entries()) == before + 1
+    run(file, tiny_tokenizer("qwen2_5"))
+    Path(file).write_text(Path(file).read_text().replace("One", "Ore"))
+    assert "Ore?" in texts(run(file).train)[0]
+    assert len(entries()) == 7
+    run(file, eval="none", packing=True)  # made from the same rows
+    assert len(entries()) == 7
+
+
+def test_a_refused_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", pair("One?", "1"), pair("Two?", 2))
+    with pytest.raises(DataError):
+        run(file)
+    left = [path for path in (Path(os.environ["FINETUNE_CACHE"]) / "data").iterdir() if path.suffix != ".lock"]
+    assert left == []
+
+
+def test_a_killed_preparation_leaves_no_half_rows(tmp_path: Path) -> None:
+    """The process is killed while it writes; the next one starts anew and is right."""
+    file = jsonl(tmp_path / "a.jsonl", *(pair(f"Question {n}?" + "x" * 500, f"{n}") for n in range(3000)))
+    script = (
+        "import os, signal\n"
+        "from finetune import store\n"
+        "from tests.test_data import run\n"
+        "write = store.Writer.write\n"
+        "def die(self, rows):\n"
+        "    write(self, rows)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store.Writer.write = die\n"
+        f"run({file!r}, max_length=4096)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1], timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert entries() != []
+    assert list((Path(os.environ["FINETUNE_CACHE"]) / "data").glob("*/about.json")) == []
+    assert len(run(file, max_length=4096).train) == 3000
+    assert [path.parent.suffix for path in entries()] == [""]
+
+
+def test_several_processes_make_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(2)
+    rows = [pair("x" * dice.randrange(1, 3000), f"{n}") if n % 50 else pair("x", n) for n in range(400)]
+    file = jsonl(tmp_path / "a.jsonl", *rows)
+    alone = run(file, max_length=4096, on_bad_row="skip", limit=399)
+    monkeypatch.setattr("finetune.encoding.WORTH_IT", 1)
+    monkeypatch.setattr("finetune.data.files.chunks", partial(files.chunks, size=1 << 16))
+    together = run(file, max_length=4096, on_bad_row="skip", limit=399, eval_group="prompt")
+    assert list(together.train) == list(alone.train)
+    assert together.counts == alone.counts
+    assert together.counts["rows_bad"] == {"not text": 8}
+    assert together.counts["bad_rows"][1].startswith(f"{file}:51: ")
 
 
 def test_the_cold_half_stays_cold() -> None:
-    import subprocess
-
     script = (
         "import sys; import finetune.formats, finetune.chat, finetune.data; "
         "hot = {'torch', 'transformers', 'datasets', 'trl', 'peft', 'pyarrow', 'jinja2'} & set(sys.modules); "

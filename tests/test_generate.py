@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune.formats import Message
+from finetune.formats import Conversation, Message
 from finetune.generate import Speaker, _batches, _shared
 from tests.tiny import tiny_model
 
@@ -22,9 +22,9 @@ def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Speaker(model, AutoTokenizer.from_pretrained(folder))
 
 
-def asked(*questions: str, system: str = "") -> list[list[Message]]:
+def asked(*questions: str, system: str = "") -> list[Conversation]:
     head: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [[*head, {"role": "user", "content": question}] for question in questions]
+    return [Conversation([*head, {"role": "user", "content": question}]) for question in questions]
 
 
 QUESTIONS = ("Hi", "Hello there, how are you?", "a" * 70, "12", "Hello there, who are you?")
@@ -45,7 +45,10 @@ def test_equal_questions_work(speaker: Speaker) -> None:
 
 def test_streaming_gives_the_same_text(speaker: Speaker) -> None:
     question = asked("Hello there")[0]
-    assert "".join(speaker.stream(question, max_new_tokens=9)) == speaker.answer([question], max_new_tokens=9)[0].text
+    assert (
+        "".join(speaker.stream(question.messages, max_new_tokens=9))
+        == speaker.answer([question], max_new_tokens=9)[0].text
+    )
 
 
 def test_an_end_token_stops_the_answer(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +56,7 @@ def test_an_end_token_stops_the_answer(speaker: Speaker, monkeypatch: pytest.Mon
 
     from finetune import chat
 
-    prompt = torch.tensor([chat.prompt_ids(speaker.tokenizer, asked("Hi")[0])])
+    prompt = torch.tensor([chat.prompt_ids(speaker.tokenizer, asked("Hi")[0].messages)])
     ids = speaker.model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :].tolist()
     monkeypatch.setattr(chat, "end_of_turn_ids", lambda tokenizer: [ids[2]])
     ended = speaker.answer(asked("Hi"), max_new_tokens=8)[0]

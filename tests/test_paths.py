@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.device import Device, named_device
-from finetune.facts import Facts, read_facts
-from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, lies_flat, loss_of, path_of
-from finetune.plan import resolve
+from finetune.errors import InputError
+from finetune.facts import Facts, facts_of, read_facts
+from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, lies_flat, loss_of, packing_of, path_of
+from finetune.plan import changed, resolve
 from finetune.recipe import Recipe, parse_recipe
 from finetune.steps import Batch
 
@@ -104,10 +105,44 @@ def test_rows_that_train_nothing_still_make_a_batch() -> None:
 
 
 def test_rows_lie_flat_on_a_cpu_when_the_model_keeps_them_apart() -> None:
+    recipe = parse_recipe(f"model: {LLAMA}\nmethod: {{kind: lora}}\ndata: {{train: x}}\n")
     for family in KEEPS_ROWS_APART:
-        assert [lies_flat(family, CPU, micro) for micro in (1, 2)] == [False, True]
-        assert not lies_flat(family, H100, 8)
-    assert not lies_flat("gpt2", CPU, 8)
+        assert packing_of(recipe, family, CPU)[0] == "step"
+        assert packing_of(recipe, family, H100)[0] is False
+    assert packing_of(recipe, "gpt2", CPU)[0] is False
+    flash = changed(recipe, "load.attention", "flash_attention_2")
+    assert packing_of(flash, "llama", H100)[0] == "step"
+
+
+def test_a_row_alone_does_not_lie_flat_but_a_pack_does() -> None:
+    for packing, flat in (("step", [False, True]), (True, [True, True]), (False, [False, False])):
+        found = [
+            lies_flat(settled(LLAMA, CPU, train__micro_batch=micro, data__packing=str(packing).lower())[0])
+            for micro in (1, 2)
+        ]
+        assert found == flat
+    recipe, facts = settled(LLAMA, H100, train__micro_batch=2, data__packing="true", data__max_length=512)
+    assert batch_of(recipe, facts, H100) == Batch(1, 1024, 1022, flat=True)
+
+
+@pytest.mark.parametrize("packing", ["true", "step"])
+def test_models_that_may_mix_rows_are_not_packed(packing: str) -> None:
+    recipe = parse_recipe(f"model: any\nmethod: {{kind: full}}\ndata: {{train: x, packing: {packing}}}\n")
+    config = {
+        "model_type": "gpt_neox",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "vocab_size": 8,
+        "num_attention_heads": 1,
+    }
+    with pytest.raises(InputError, match=f"data.packing is {packing}, but models of type gpt_neox are not known"):
+        resolve(
+            recipe,
+            facts_of(
+                "any", config, {"gpt_neox.embed_in.weight": (8, 8), "gpt_neox.layers.0.mlp.weight": (8, 8)}, "F32"
+            ),
+            H100,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ path

@@ -195,9 +195,9 @@ def test_a_recipe_cannot_be_changed() -> None:
         ("data.system", "None", "is 'None': this is text; write null for nothing."
          " System message for conversations that bring none."),
         ("model", "", "cannot be empty. Hub id, local folder, .gguf file, or the embedded smollm2-135m."),
-        ("data.train", "", "cannot be empty. Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, also .gz"
-         " or .zst), a hub data set, or home-intents; several as a list, or as a mapping to how often each row is"
-         " taken."),
+        ("data.train", "", "cannot be empty. Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, also"
+         " .gz or .zst), a hub data set, or home-intents; several as a list, or as a mapping to how often each row"
+         " is taken."),
         ("data.train", "{rows.jsonl: 0}", "is 0 but must be above 0. Training rows: a file or glob (.jsonl, .json,"
          " .csv, .tsv, .parquet, also .gz or .zst), a hub data set, or home-intents; several as a list, or as a"
          " mapping to how often each row is taken."),

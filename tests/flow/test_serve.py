@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import InputError
+from finetune.formats import Conversation
 from finetune.generate import load_speaker
 from finetune.run import Run
 from finetune.serve import server_command
@@ -33,8 +34,8 @@ def run(base: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 @pytest.fixture(scope="module")
 def answers(run: Run) -> list[str]:
-    asked = [[{"role": "user", "content": q}] for q in QUESTIONS]
-    return [a.text for a in load_speaker(run.folder).answer(asked, max_new_tokens=8)]  # type: ignore[arg-type]
+    asked = [Conversation([{"role": "user", "content": q}]) for q in QUESTIONS]
+    return [a.text for a in load_speaker(run.folder).answer(asked, max_new_tokens=8)]
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ import torch
 
 from finetune.errors import DataError, FinetuneError, RunError
 from finetune.evaluate import evaluate
+from finetune.formats import Conversation
 from finetune.generate import load_speaker
 from finetune.merge import merge
 from finetune.recipe import Recipe
@@ -111,7 +112,7 @@ def test_evaluation_asks_untrained_and_tuned(run: Run) -> None:
     assert all(len(arm.answers) == 4 for arm in result.arms)
     # The untrained arms must not see the adapter: the base model alone gives the same answers.
     base_answers = load_speaker(run.folder, base=True).answer(
-        [[{"role": "user", "content": q}] for q in result.questions], max_new_tokens=4
+        [Conversation([{"role": "user", "content": q}]) for q in result.questions], max_new_tokens=4
     )
     assert [a.text for a in base_answers] == result.arms[0].answers
     assert run.read("evaluation.json")["rows"] == 4
@@ -123,7 +124,8 @@ def test_every_way_to_cut_a_batch_gives_the_same_weights(base: Path, rows: Path,
 
     adapters, norms = [], []
     for micro in (8, 4, 1):
-        run = train(_with(recipe(base, rows), batch_size=8, micro_batch=micro), output=tmp_path / str(micro))
+        whole = recipe(base, rows, rest="load: {dtype: float32}")
+        run = train(_with(whole, batch_size=8, micro_batch=micro, precision="fp32"), output=tmp_path / str(micro))
         adapters.append(load_file(run.adapter / "adapter_model.safetensors"))
         norms.append(
             [json.loads(line).get("grad_norm") for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
