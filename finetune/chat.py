@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 
 from finetune.errors import DataError
 from finetune.formats import DOCUMENT, BadRow, Message
-from finetune.templates import DEFAULT_TEMPLATE, Layout, Span, Template, Tools, TrainOn, named_templates, template_of
+from finetune.replies import Layout, Span, TrainOn, layout, starts
+from finetune.templates import DEFAULT_TEMPLATE, Template, Tools, named_templates, template_of
 
 IGNORE = -100  # the label of a token that is not trained
 
@@ -73,7 +74,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Tools | None 
     template.check(messages, tools)
     text = template.render(messages, tools, reply_follows=True)
     [ids] = _ids(tokenizer, [text])
-    return _cutter(tokenizer, template).cut(tokenizer, text, ids, template.starts(messages, tools, text))[0]
+    return _cutter(tokenizer, template).cut(tokenizer, text, ids, starts(template, messages, tools, text))[0]
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
@@ -115,13 +116,14 @@ def notes(tokenizer: Any) -> list[str]:
     if "strftime_now" in template.text:
         found.append(f"The template writes the date into every prompt; these rows have {datetime.now():%Y-%m-%d}.")
     try:
-        head = template.layout(_ASKED).spans[0].head
+        plain = layout(template, _ASKED)
     except BadRow as error:
         return [*found, f"A plain reply will be refused: {error.reason}."]
+    head = plain.text[plain.spans[0].start :].partition("Pong")[0]
     if head.strip():
         found.append(f"The template writes {head!r} before a reply; the model must write it too, so it is trained.")
     try:
-        template.layout([*_ASKED, *_ASKED])
+        layout(template, [*_ASKED, *_ASKED])
     except BadRow as error:
         found.append(f"Rows with several replies will be refused: {error.reason}.")
     return found
@@ -147,16 +149,16 @@ def _encode(
             if len(messages) == 1 and messages[0]["role"] == DOCUMENT:
                 results.append((template, _document(tokenizer, template, messages[0]["content"])))
             else:
-                results.append((template, template.layout(messages, tools, train_on, prompt)))
+                results.append((template, layout(template, messages, tools, train_on, prompt)))
         except BadRow as error:
             results.append(error)
     good = [n for n, result in enumerate(results) if not isinstance(result, BadRow)]
     encoded = _ids(tokenizer, [results[n][1].text for n in good])
     trained: list[tuple[int, list[int], str]] = []
     for n, ids in zip(good, encoded, strict=True):
-        template, layout = results[n]
-        ids, places = _cutter(tokenizer, template).cut(tokenizer, layout.text, ids, layout.starts)
-        results[n] = _labelled(tokenizer, layout, ids, places, n, trained)
+        template, rendered = results[n]
+        ids, places = _cutter(tokenizer, template).cut(tokenizer, rendered.text, ids, rendered.starts)
+        results[n] = _labelled(tokenizer, rendered, ids, places, n, trained)
     written = _texts(tokenizer, [ids for _, ids, _ in trained])
     for (n, _, text), back in zip(trained, written, strict=True):
         if back != text and _plain(back) != _plain(text):
@@ -168,7 +170,7 @@ def _encode(
 
 def _labelled(
     tokenizer: Any,
-    layout: Layout,
+    found: Layout,
     ids: list[int],
     places: list[int],
     n: int,
@@ -176,10 +178,10 @@ def _labelled(
 ) -> Encoded | BadRow:
     """Ids with labels; the trained stretches and their texts are added to `trained` for the proof."""
     labels = [IGNORE] * len(ids)
-    at = dict(zip(layout.starts, places, strict=True))
-    for span in layout.spans:
+    at = dict(zip(found.starts, places, strict=True))
+    for span in found.spans:
         place = stop = at.get(span.start, 0)
-        text = layout.text[span.start : span.end]
+        text = found.text[span.start : span.end]
         if span.ending:
             ending = tokenizer.convert_tokens_to_ids(span.ending)
             try:

@@ -1,11 +1,7 @@
-"""A tokenizer's chat template: text of a conversation, where its replies stand in it, and what nobody writes down.
+"""A tokenizer's chat template: what it writes for a conversation, and the few facts that one finds by trying.
 
-    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-    |---- the generation prompt of the reply ----------------|--- span ---|tail|
-
-Templates are foreign programs. They drop what they do not know (tools, thoughts), rewrite turns once the conversation
-goes on, and raise whatever they like. So each row is rendered with and without each reply and compared, and whatever
-does not come out as it went in makes the row a `BadRow` with the reason.
+Templates are foreign programs. They drop what they do not know (tools, thoughts, system messages) and raise whatever
+they like; both are verdicts on a row here, and no crash.
 """
 
 from __future__ import annotations
@@ -17,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from os.path import commonprefix
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from finetune.errors import DataError
 from finetune.formats import BadRow, Message
 
-TrainOn = Literal["assistant", "last", "all", "completion"]
 Tools = Sequence[Mapping[str, Any]]
 
 DEFAULT_TEMPLATE = (
@@ -31,25 +26,6 @@ DEFAULT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )  # for base models that bring none; the space before a reply is the reply's, as byte-level vocabularies have it
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Trained text: `text[start:end]`, the last characters being `ending`; "" when the span ends with the text."""
-
-    start: int
-    end: int
-    ending: str
-    head: str = ""  # what the template itself writes between the generation prompt and the reply's text
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A rendered conversation, where every reply in it starts, and what of it is trained."""
-
-    text: str
-    starts: list[int]
-    spans: list[Span]
 
 
 _known: WeakKeyDictionary[Any, dict[str, tuple[Any, Template]]] = WeakKeyDictionary()
@@ -270,151 +246,24 @@ class Template:
         """Raise `BadRow` when a text holds a control token, or the template drops what this row needs."""
         for number, message in enumerate(messages):
             self._check_text(message["content"], number, message)
-            for value in _leaves([v for key, v in message.items() if key in _CARRIED]) if len(message) > 2 else ():
+            for value in leaves([v for key, v in message.items() if key in _CARRIED]) if len(message) > 2 else ():
                 self._check_text(str(value), number, message)
         if tools:
             if found := self.control.search(json.dumps(tools, ensure_ascii=False)):
                 raise BadRow(f"the tools hold {found[0]!r}, a control token of this tokenizer", "control token")
-            self._needs("tools", str(_function(tools[0]).get("name")))
+            self._needs("tools", str(function_of(tools[0]).get("name")))
         for message in messages:
             said: Mapping[str, Any] = message
             if said.get("tool_calls"):
-                self._needs("call", str(_function(said["tool_calls"][0]).get("name")))
+                self._needs("call", str(function_of(said["tool_calls"][0]).get("name")))
             if said["role"] == "tool":
                 self._needs("result", str(said.get("name") or said["content"][:40]))
 
     def _check_text(self, text: str, number: int, message: Message) -> None:
         if found := self.control.search(text):
             raise BadRow(
-                f"{_where(number, message)} holds {found[0]!r}, a control token of this tokenizer", "control token"
+                f"{where(number, message)} holds {found[0]!r}, a control token of this tokenizer", "control token"
             )
-
-    # -------------------------------------------------------------------------------------------------------- replies
-
-    def layout(
-        self,
-        messages: Sequence[Message],
-        tools: Tools | None = None,
-        train_on: TrainOn = "assistant",
-        prompt: int = 0,
-    ) -> Layout:
-        """The rendered conversation and the trained spans in it.
-
-        A reply starts where the generation prompt ends and ends with the control token that ends its turn. The text
-        before both places must be what the template gives for the conversation so far: only then will the model meet
-        at inference what it was trained on.
-        """
-        tail = self.tail  # first: a template that can carry no reply at all is refused as such
-        self.check(messages, tools)
-        wanted = _wanted(messages, train_on, prompt)
-        text = self.render(messages, tools)
-        if self.opens_thought:
-            text = self._continued(messages, tools, text)
-        self._complete(messages, tools, text, thoughts=train_on == "all")
-        starts: list[int] = []
-        spans: list[Span] = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            start = self._start(messages[:number], tools, text)
-            if number in wanted:
-                whole = number == len(messages) - 1
-                until = text if whole else self.render(messages[: number + 1], tools)
-                if start is None:
-                    before = self.render(messages[:number], tools, reply_follows=True)
-                    raise BadRow(_REWRITES if until.startswith(before) else _OTHER_PROMPT, _REWRITTEN)
-                span = self._span(until, start, number, message, tail)
-                if not whole and not text.startswith(until[: span.end]):
-                    raise BadRow(_REWRITES, _REWRITTEN)
-                spans.append(span)
-            if start is not None:
-                starts.append(start)
-        if train_on == "completion":
-            spans = [Span(spans[0].start, spans[-1].end, spans[-1].ending)]
-        return Layout(text, starts, spans if train_on != "all" else [Span(0, len(text), "")])
-
-    def _continued(self, messages: Sequence[Message], tools: Tools | None, text: str) -> str:
-        """Where the prompt ends with "<think>" and the template drops thoughts: the last reply put behind the prompt.
-
-        That is what the model meets and must write. It is known only when the reply brings its thought.
-        """
-        last: Mapping[str, Any] = messages[-1]
-        content = last["content"].lstrip()
-        if thought := last.get("reasoning_content"):
-            content = f"<think>\n{thought.strip()}\n</think>\n\n{content}"
-        if not content.startswith("<think>") or last["role"] != "assistant" or last.get("tool_calls"):
-            return text
-        prompt = self.render(messages[:-1], tools, reply_follows=True)
-        return text if text.startswith(prompt) else prompt + content[len("<think>") :].lstrip("\n") + self.tail
-
-    def starts(self, messages: Sequence[Message], tools: Tools | None, text: str) -> list[int]:
-        """Where the replies begin that already stand in a prompt (needed to cut tokens as in training)."""
-        found = (
-            self._start(messages[:number], tools, text)
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant"
-        )
-        return [start for start in found if start is not None]
-
-    def _start(self, before: Sequence[Message], tools: Tools | None, text: str) -> int | None:
-        """Where the reply to `before` begins in `text`; None when `text` tells the conversation in other words."""
-        try:
-            prompt = self.render(before, tools, reply_follows=True)
-        except BadRow:
-            return None
-        return len(prompt) if text.startswith(prompt) else None
-
-    def _span(self, text: str, start: int, number: int, message: Mapping[str, Any], tail: str) -> Span:
-        """The reply that begins at `start`; `text` ends with its turn."""
-        calls = message.get("tool_calls")
-        if text.endswith(tail) and start <= len(text) - len(tail):
-            ending, stop = self.ending, len(text) - len(tail)
-        else:
-            stripped = text.rstrip()
-            ending = self.tools.ending if calls else ""
-            stop = len(stripped) - len(ending)
-            if not ending or not stripped.endswith(ending) or stop < start:
-                raise BadRow("the chat template changes the reply's text", "changed by the template")
-        body = text[start:stop].rstrip()
-        where = _where(number, message)
-        thought, answer = message.get("reasoning_content") or "", message["content"].strip()
-        if self.misplaces_thought and _split_thought(answer):
-            raise BadRow(f"{where} holds a thought in its text; give it as reasoning_content", "thought in the text")
-        if not (answer in body if calls else body.endswith(answer)):
-            inline, answer = _split_thought(answer) or ("", answer)
-            thought += inline
-        if not (answer in body if calls else body.endswith(answer)):
-            raise BadRow("the chat template changes the reply's text", "changed by the template")
-        head = body if calls else body.removesuffix(answer)
-        if thought.strip() not in head:
-            raise BadRow(f"the chat template drops the thought of {where}", "changed by the template")
-        if lost := _lost(body, calls or ()):
-            raise BadRow(f"the chat template drops {lost} of the tool call of {where}", "changed by the template")
-        return Span(start, text.index(ending, stop) + len(ending), ending, head)
-
-    def _complete(self, messages: Sequence[Message], tools: Tools | None, text: str, thoughts: bool) -> None:
-        """Every message's text is in the rendered conversation, in order; `thoughts`: those of all turns, too.
-
-        Otherwise the thought of an earlier turn may be missing, as many templates leave it out at inference as well;
-        a trained turn's thought is looked for in its own span.
-        """
-        at = 0
-        for number, message in enumerate(messages):
-            said: Mapping[str, Any] = message
-            where, begin, content = _where(number, message), at, message["content"].strip()
-            forms = _forms(content) if message["role"] == "tool" else [content]
-            thought = said.get("reasoning_content", "")
-            if message["role"] == "assistant" and (parts := _split_thought(content)):
-                thought += parts[0]
-                forms.append(parts[1])
-            at = min((found + len(form) for form in forms if (found := text.find(form, begin)) >= 0), default=-1)
-            if at < 0 or (thoughts and text.find(thought.strip(), begin) < 0):
-                raise BadRow(f"the chat template drops or changes the text of {where}", "changed by the template")
-            if lost := _lost(text[begin:], said.get("tool_calls") or ()):
-                raise BadRow(f"the chat template drops {lost} of the tool call of {where}", "changed by the template")
-        for tool in tools or ():
-            if str(name := _function(tool).get("name")) not in text:
-                raise BadRow(f"the chat template drops the tool '{name}'", "changed by the template")
 
     # ---------------------------------------------------------------------------------------------------------- tools
 
@@ -476,39 +325,9 @@ class Template:
 
 _NO_SPACE = dict.fromkeys(map(ord, " \n\t"))
 _CARRIED = ("reasoning_content", "tool_calls", "tool_call_id", "name")
-_REWRITTEN = "template rewrites turns"
-_REWRITES = (
-    "the chat template writes an earlier reply differently once the conversation goes on, so it would be trained as "
-    "the model never has to write it; data.train_on: last trains the last reply of such rows"
-)
-_OTHER_PROMPT = (
-    "the chat template begins this reply otherwise than its own generation prompt says; where that opens a thought, "
-    "the reply must bring one, as reasoning_content or as <think>...</think> in its text"
-)
 
 
-def _wanted(messages: Sequence[Message], train_on: TrainOn, prompt: int) -> set[int]:
-    """The replies that are trained, by their places."""
-    replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = {n for n in replies if messages[n].get("train", True)}
-    if train_on == "all":
-        return set()
-    if train_on == "last":
-        wanted &= set(replies[-1:])
-    if train_on == "completion":
-        wanted = {n for n in wanted if n >= prompt}
-        if gaps := [n for n in replies if wanted and n > min(wanted) and n not in wanted]:
-            raise BadRow(
-                f"{_where(gaps[0], messages[gaps[0]])} stands in the completion and is marked as not trained; "
-                "data.train_on: assistant leaves it out",
-                "mark inside the completion",
-            )
-    if not wanted:
-        raise BadRow("there is no reply to train", "no reply")
-    return wanted
-
-
-def _where(number: int, message: Mapping[str, Any]) -> str:
+def where(number: int, message: Mapping[str, Any]) -> str:
     return f"message {number + 1} ({message['role']})"
 
 
@@ -520,51 +339,24 @@ def _fold(messages: Sequence[Message]) -> Sequence[Message]:
     return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
 
 
-def _split_thought(content: str) -> tuple[str, str] | None:
-    """Thought and answer of a text that begins with a thought, as templates take it apart; else None."""
-    before, mark, answer = content.partition("</think>")
-    opening, _, thought = before.rpartition("<think>")
-    if not mark or opening.strip() or "</think>" in answer or "<think>" in answer:
-        return None
-    return thought.strip(), answer.strip()
-
-
-def _function(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = entry.get("function")
     return inner if isinstance(inner, Mapping) else entry
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = _function(call)
+    function = function_of(call)
     arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _lost(text: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """The first name or value of the calls that is not in `text`, in any of the ways to write it; "" for none."""
-    for call in calls:
-        function = _function(call)
-        for value in [function.get("name"), *_leaves(function.get("arguments"))]:
-            if all(form not in text for form in _forms(value)):
-                return f"{str(value)[:60]!r}"
-    return ""
-
-
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield key
-            yield from _leaves(inner)
+            yield from leaves(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _leaves(inner)
+            yield from leaves(inner)
     else:
         yield value
-
-
-def _forms(value: Any) -> list[str]:
-    """The ways in which templates write a value: as it is, as JSON, as JSON in JSON, as Python."""
-    if not isinstance(value, str):
-        return [json.dumps(value), str(value), str(value).lower()]
-    once = json.dumps(value, ensure_ascii=False)[1:-1]
-    return [value.strip(), once, json.dumps(value)[1:-1], json.dumps(once)[1:-1], repr(value)[1:-1]]

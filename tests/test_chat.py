@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune import chat
+from finetune import chat, replies
 from finetune.errors import DataError
 from finetune.formats import BadRow, Message
 from tests.tiny import FAMILIES, template_text, tiny_tokenizer
@@ -213,7 +213,7 @@ def test_the_quick_cut_is_the_plain_one(family: str, turns: list[str]) -> None:
     template = chat.template_of(tokenizer)
     messages = said(*turns)
     text = template.render(messages, reply_follows=len(turns) % 2 == 1)
-    starts = template.starts(messages, None, text)
+    starts = replies.starts(template, messages, None, text)
     [ids] = chat._ids(tokenizer, [text])
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
     cut = chat._cutter(tokenizer, template).cut(tokenizer, text, ids, starts)
@@ -227,7 +227,7 @@ def test_the_quick_cut_is_the_one_that_is_taken(family: str) -> None:
     template = chat.template_of(tokenizer)
     taken = []
     for reply in ("Hello", "\n\nHello"):
-        layout = template.layout(said("Hi", reply))
+        layout = replies.layout(template, said("Hi", reply))
         [ids] = chat._ids(tokenizer, [layout.text])
         taken.append(bool(chat._cutter(tokenizer, template)._quick(tokenizer, layout.text, ids, layout.starts)))
     if family.startswith("llama3"):  # its prompt ends with two line breaks: one token alone, two before a word
