@@ -43,7 +43,9 @@ The modules in reading order, which is also the only legal direction of imports:
     readers       one open file -> blocks of rows
     hub_rows      a data set on the hub -> the files of a split
     files         a file, glob or hub data set -> raw rows with their place
-    templates     a chat template: the text, and where the replies stand in it
+    templates     a chat template: what it writes, and what it cannot
+    blind         templates that copy contents and never look at them
+    replies       a conversation -> its text, and the places a model must write
     chat          messages -> token ids and labels
     pieces        token ids -> text that a person can read
     data          files -> training and evaluation rows, with counts
