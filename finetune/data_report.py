@@ -108,7 +108,7 @@ class Taken:
         """One row for a person to look at."""
         row = side.rows[index]
         length, lengths = len(row.input_ids), self.lengths
-        long = length > self.recipe.data.max_length or length > max(lengths["99"], 2 * lengths["50"])
+        long = length > self.recipe.data.max_length or length > max(lengths["90"], 2 * lengths["50"])
         pieces = tuple(self.speller.pieces(row.input_ids, row.labels))
         return Shown(side.place(index), side.name, row, pieces, marks + ("long",) * long)
 
@@ -207,7 +207,7 @@ def look(taken: Taken) -> Report:
     return Report(
         taken,
         histogram(lengths, most),
-        sum(length > most for length in lengths),
+        int((lengths > most).sum()),
         _sources(taken.prepared, recipe),
         math.ceil(sequences / recipe.train.batch_size),
         copies(train),
@@ -357,15 +357,15 @@ def _warnings(report: Report) -> Iterator[str]:
     if replies.endless:
         yield f"{replies.endless:,} of {rows:,} rows train no end token; from them the model does not learn to stop."
     if report.copies.exact > report.copies.rows / 10:
-        yield f"{report.copies.exact:,} of {report.copies.rows:,} rows are exact copies and weigh the more for it."
+        yield f"{report.copies.exact:,} of {report.copies.rows:,} rows are exact copies, which weigh the more for it."
     for found in report.leaks:
         if trained := found.same + found.question:
             yield (
-                f"{trained:,} of {found.rows:,} rows of {found.name} are trained too, or their question is. They "
-                "flatter every score; take them out of one side."
+                f"{trained:,} of {found.rows:,} rows of {found.name} are trained too, in whole or in their question. "
+                "That flatters every score; take them out of one side."
             )
         if found.near:
-            yield f"{found.near:,} of {found.rows:,} rows of {found.name} are nearly the same as a trained row."
+            yield f"{found.near:,} of {found.rows:,} rows of {found.name} nearly equal a trained row."
 
 
 def _quoted(text: str, most: int = 60) -> str:

@@ -82,13 +82,13 @@ def _totals(report: Report) -> Text:
     each = (
         f"packs of up to {taken.recipe.data.max_length:,} tokens, {batch:,} a step, at least"
         if taken.recipe.data.packing is True
-        else f"{batch:,} rows a step,"
+        else f"{batch:,} row{'s' * (batch != 1)} a step,"
     )
     return Text.assemble(
         (f"{len(train):,} row{'s' * (len(train) != 1)}", "bold"), f" trained{held}; ",
         (f"{train.rows.tokens:,} tokens", "bold"), f" an epoch, {train.rows.trained_tokens:,} of them ",
         (f"trained ({_percent(report.trained_share)})", f"bold {_TRAINED}"), f"; {each} ",
-        (f"{report.steps:,} steps", "bold"), " an epoch",
+        (f"{report.steps:,} step{'s' * (report.steps != 1)}", "bold"), " an epoch",
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _sources(report: Report) -> Table:
             _add_long(table, found)
     if report.longer:
         most = report.taken.recipe.data.max_length
-        said = f"{report.longer:,} rows are longer than data.max_length {most:,}, and data.overlong is error"
+        said = f"{_are(report.longer)} longer than data.max_length {most:,}, and data.overlong is error"
         table.add_row(Text("too long", style="red"), Text(said))
     return table
 
@@ -134,7 +134,7 @@ def _add_long(table: Table, counts: dict[str, Any]) -> None:
     table.add_row(
         Text("too long", style="yellow"),
         Text(
-            f"{counts['rows_overlong']:,} rows are longer than {counts['max_length']:,} tokens, the longest "
+            f"{_are(counts['rows_overlong'])} longer than {counts['max_length']:,} tokens, the longest "
             f"{counts['longest_read']:,} ({visible(str(counts['longest_at']))}): {told}; "
             f"{counts['tokens_lost']:,} tokens lost, {counts['trained_tokens_lost']:,} of them trained"
         ),
@@ -302,6 +302,10 @@ def _grid(*columns: str) -> Table:
 
 def _heading(said: str, aside: str = "") -> Text:
     return Text.assemble((said, "bold"), (f"  {aside}" if aside else "", "dim"))
+
+
+def _are(rows: int) -> str:
+    return "1 row is" if rows == 1 else f"{rows:,} rows are"
 
 
 def _percent(share: float) -> str:

@@ -6,9 +6,10 @@
 MinHash (Broder 1997): under a random order of all shingles, the first one of two rows is the same with a probability
 equal to their Jaccard similarity J. 126 orders in 21 bands of 6: two rows meet when they agree in a whole band, which
 they do with probability 1 - (1 - J^6)^21, that is 99.8 % at J = 0.8, 99.99999 % at 0.9 and 28 % at 0.5. Those that
-meet are then compared shingle by shingle, so no pair is reported that isn't one. Same rows, same answer.
+meet and agree in enough of all 126 are then compared shingle by shingle, so no pair is reported that isn't one. Same
+rows, same answer.
 
-A million rows of 200 tokens take about 200 MB and a minute or two on one core.
+A million rows of 200 tokens take about 350 MB beside the rows themselves, and less than a minute on one core.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 SHINGLE = 5  # tokens
 BANDS, DEPTH = 21, 6
-NEIGHBOURS = 3  # rows before it, beside the first, with which a row of a large group is compared
+NEIGHBOURS = 4  # with which a row of a large group is compared, beside the earliest
 MOST = 500_000  # pairs that are compared; a data set of near copies only has more
+_SLACK = (
+    0.12  # 126 orders estimate a similarity of 0.8 to 0.036; what lies more than three times that below is no pair
+)
 _AT_ONCE = 1 << 16  # tokens; their hashes stay in the processor's cache
 
 
@@ -46,8 +50,8 @@ class Rows(Protocol):
 class Near:
     """Pairs (i, j, Jaccard) with i < j, or for `across` the i-th trained and the j-th held-out row.
 
-    Every row that has a near copy before it is there as a j; of large groups not every pair is. `complete` is False
-    when so many rows resemble each other that not all could be compared: then there are more.
+    Of many rows that resemble each other, each is compared with the earliest and with its neighbours, so not every
+    pair is there. `complete` is False when even so there were too many to compare all: then there are more.
     """
 
     pairs: list[tuple[int, int, float]]
@@ -113,7 +117,7 @@ class _Joined:
 def _search(rows: Rows, threshold: float, border: int | None) -> Near:
     if len(rows) < 2:
         return Near([])
-    candidates, complete = _candidates(_band_keys(rows), border)
+    candidates, complete = _candidates(*_sketch(rows), border, threshold - _SLACK)
 
     @lru_cache(maxsize=4096)
     def of(index: int) -> Hashes:
@@ -127,45 +131,57 @@ def _search(rows: Rows, threshold: float, border: int | None) -> Near:
     return Near(pairs, complete)
 
 
-def _candidates(keys: Hashes, border: int | None) -> tuple[Any, bool]:
-    """Sorted codes i * rows + j of the pairs that agree in a band, and whether these are all that were to be had."""
+def _candidates(keys: Hashes, marks: Any, border: int | None, least: float) -> tuple[Any, bool]:
+    """Sorted codes i * rows + j of the pairs that agree in a band and in a share of at least `least` of all orders,
+    and whether these are all; else they are those that agree most."""
     import numpy as np
 
-    count = keys.shape[1]
-    codes = np.empty(0, np.int64)
-    complete = True
-    for band in keys:
-        order = np.argsort(band, kind="stable")  # rows that agree stand together, in their own order
-        fresh = np.concatenate([i * count + j for i, j in _met(order, band[order], border)])
-        codes = np.unique(np.concatenate([codes, fresh]))
+    count, complete = keys.shape[1], True
+    codes, shares = np.empty(0, np.int64), np.empty(0, np.uint8)
+    for number, band in enumerate(keys):
+        # Rows that agree stand together, and those that agree in the next band too are neighbours.
+        order = np.lexsort((keys[(number + 1) % BANDS], band))
+        fresh, agree = [codes], [shares]
+        for i, j in _met(order, band[order], border):
+            for at in range(0, i.size, _AT_ONCE):
+                one, other = i[at : at + _AT_ONCE], j[at : at + _AT_ONCE]
+                share = (marks[one] == marks[other]).sum(axis=1, dtype=np.uint8)
+                near = share >= least * BANDS * DEPTH
+                fresh.append(one[near] * count + other[near])
+                agree.append(share[near])
+        codes, firsts = np.unique(np.concatenate(fresh), return_index=True)
+        shares = np.concatenate(agree)[firsts]
         if codes.size > MOST:
-            codes, complete = codes[:: -(-codes.size // MOST)], False
+            best = np.sort(np.argsort(shares, kind="stable")[-MOST:])
+            codes, shares, complete = codes[best], shares[best], False
     return codes, complete
 
 
 def _met(order: Any, keys: Hashes, border: int | None) -> Iterator[tuple[Any, Any]]:
-    """Rows i < j of one group: each with the first of its group, and with those just before it."""
+    """Rows i < j of one group: each with the earliest of its group, and with those before it in `order`."""
     import numpy as np
 
     begins = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    firsts = np.repeat(order[begins], np.diff(np.append(begins, order.size)))
-    pairs = [(firsts, order)]
+    earliest = np.repeat(np.minimum.reduceat(order, begins), np.diff(np.append(begins, order.size)))
+    pairs = [(earliest, order)]
     for lag in range(1, NEIGHBOURS + 1):
         same = keys[lag:] == keys[:-lag]
-        pairs.append((order[:-lag][same], order[lag:][same]))
+        one, other = order[:-lag][same], order[lag:][same]
+        pairs.append((np.minimum(one, other), np.maximum(one, other)))
     for i, j in pairs:
         wanted = i < j if border is None else (i < border) & (j >= border)
         yield i[wanted], j[wanted]
 
 
-def _band_keys(rows: Rows) -> Hashes:
-    """One key for each band and row, (BANDS, rows)."""
+def _sketch(rows: Rows) -> tuple[Hashes, Any]:
+    """One key for each band and row, (BANDS, rows), and a byte for each row and order, (rows, BANDS * DEPTH)."""
     import numpy as np
 
-    random = np.random.Generator(np.random.PCG64(20_250_101))
+    random = np.random.Generator(np.random.PCG64(126))
     factors = random.integers(0, 1 << 32, BANDS * DEPTH, dtype=np.uint32) | np.uint32(1)
     offsets = random.integers(0, 1 << 32, BANDS * DEPTH, dtype=np.uint32)
     keys = np.zeros((BANDS, len(rows)), np.uint64)
+    marks = np.zeros((len(rows), BANDS * DEPTH), np.uint8)
     begin = 0
     for block in _blocks(rows):
         hashes, starts = _shingles(block)
@@ -174,12 +190,14 @@ def _band_keys(rows: Rows) -> Hashes:
         for number, (factor, offset) in enumerate(zip(factors, offsets, strict=True)):
             np.multiply(short, factor, out=moved)
             np.add(moved, offset, out=moved)
+            first = np.minimum.reduceat(moved, starts)
             into = keys[number // DEPTH, begin:end]
             into *= np.uint64(0x9E3779B97F4A7C15)
-            into += np.minimum.reduceat(moved, starts)
+            into += first
             into ^= into >> np.uint64(29)
+            marks[begin:end, number] = first * factor >> np.uint32(24)  # mixed again: the smallest differ in low bits
         begin = end
-    return keys
+    return keys, marks
 
 
 def _blocks(rows: Rows) -> Iterator[list[Ids]]:
