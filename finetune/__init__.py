@@ -48,6 +48,11 @@ The modules in reading order, which is also the only legal direction of imports:
     replies       a conversation -> its text, and the places a model must write
     chat          messages -> token ids and labels
     pieces        token ids -> text that a person can read
+    overlong      what becomes of a row that is too long
+    packing       lengths -> packs, and the order of an epoch
+    store         finished rows in a file that is mapped into memory
+    encoding      chunks of raw rows -> finished rows, in one process or several
+    data_cache    prepared rows kept by content
     data          files -> training and evaluation rows, with counts
     near          rows that are nearly the same
     duplicates    copies among the rows, and leaks into the held-out ones
@@ -64,6 +69,7 @@ The modules in reading order, which is also the only legal direction of imports:
     meta          the very model on the meta device
     as_cuda       what a GPU would run, for a trace without one
     simulate      one training step on meta tensors
+    batches       finished rows -> the micro-batches of a run
     callbacks     what is watched while training
     trainer       everything above -> one SFTTrainer
     generate      a run or a model folder -> text

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -137,8 +138,12 @@ class Record(TrainerCallback):
 class FiniteLoss(TrainerCallback):
     """Ends the run when the loss is no number any more, before more weights are lost."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, places: Callable[[int, int], list[str]]) -> None:
+        self.run, self.places = run, places
+        self.good = 0  # the last step whose loss was logged and finite
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.good = state.global_step
 
     def on_log(
         self,
@@ -149,11 +154,17 @@ class FiniteLoss(TrainerCallback):
         **_: Any,
     ) -> None:
         loss = (logs or {}).get("loss")
-        if loss is None or math.isfinite(float(loss)):
+        if loss is None:
+            return
+        if math.isfinite(float(loss)):
+            self.good = state.global_step
             return
         last = self.run.last_checkpoint()
+        rows = self.places(self.good + 1, state.global_step)
+        more = f" and {len(rows) - 8} more" * (len(rows) > 8)
         raise FinetuneError(
-            f"The loss at step {state.global_step} is {loss}; training stopped.",
+            f"The loss at step {state.global_step} is {loss}; training stopped. The rows trained since step "
+            f"{self.good}: {', '.join(rows[:8])}{more}.",
             f"Lower train.learning_rate; the last good checkpoint is {last.name if last else 'none yet'}.",
         )
 

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Imported by `train` only, when training starts.
-from torch.utils.data import Sampler  # noqa: TID253
-from transformers import TrainerCallback  # noqa: TID253
 from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]  # noqa: TID253
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: TID253
 
+from finetune.batches import Collator, EpochOrder, Epochs, numbered
 from finetune.callbacks import Clock, FiniteLoss, Interrupt, Measure, Progress, Record
 from finetune.data import Prepared
 from finetune.device import Device
 from finetune.errors import FinetuneError, InputError
 from finetune.fast.head import IGNORED, supervised_loss
 from finetune.model import trained_in_fp32, training_device
-from finetune.packing import epoch_order
 from finetune.paths import lies_flat
-from finetune.recipe import Recipe, Train
+from finetune.recipe import Recipe
 from finetune.run import Run
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -133,21 +128,11 @@ class Trainer(SFTTrainer):
         count = mask.sum() if mask is not None else torch.tensor(inputs["input_ids"].numel())
         return int(self.accelerator.gather(count).sum())
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler[int]:
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> EpochOrder:
         return self.order
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """No README in every checkpoint."""
-
-
-class Epochs(TrainerCallback):
-    """Tells the order which epoch begins."""
-
-    def __init__(self, order: EpochOrder) -> None:
-        self._order = order
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._order.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
 def build_trainer(
@@ -174,6 +159,10 @@ def build_trainer(
     clock, measure = Clock(), Measure(device.kind)
     progress = Progress(clock)
     order = EpochOrder(data.train.lengths, recipe.train, flat=flat)
+
+    def places(first: int, last: int) -> list[str]:
+        return [data.train.place(row) for step in range(first, last + 1) for row in order.rows_of(step)]
+
     trainer = Trainer(
         clock=clock,
         progress=progress,
@@ -181,15 +170,15 @@ def build_trainer(
         model=model,
         args=config,
         order=order,
-        train_dataset=_numbers(range(len(data.train))),
-        eval_dataset=_numbers(range(len(data.train), len(data.train) + len(data.eval))) if data.eval else None,
+        train_dataset=numbered(range(len(data.train))),
+        eval_dataset=numbered(range(len(data.train), len(data.train) + len(data.eval))) if data.eval else None,
         data_collator=Collator(data, tokenizer, flat=flat),
         processing_class=tokenizer,
         callbacks=[
             clock,
             measure,
             interrupt,
-            FiniteLoss(run),
+            FiniteLoss(run, places),
             Epochs(order),
             Record(run, recipe.train.keep, clock),
             progress,
@@ -264,57 +253,3 @@ def _checkpointing(every: int) -> dict[str, Any]:
     name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     settings = {"use_reentrant": False, **({"every_n_layers": every} if every > 1 else {})}
     return {name: bool(every), **({f"{name}_kwargs": settings} if every else {})}
-
-
-def _numbers(rows: range) -> Dataset:
-    """What the trainer holds of the rows: their numbers. `Collator` reads the rows themselves."""
-    from datasets import Dataset
-
-    return Dataset.from_dict({"row": rows})
-
-
-class Collator:
-    """Numbers of rows -> the tensors of one micro-batch, by TRL's collator. Evaluation rows are numbered last."""
-
-    def __init__(self, data: Prepared, tokenizer: Any, *, flat: bool) -> None:
-        self._train, self._eval = data.train, data.eval
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self._collate = DataCollatorForLanguageModeling(pad_token_id=pad or 0, padding_free=flat)
-
-    def __call__(self, examples: Sequence[dict[str, int]]) -> dict[str, Any]:
-        numbers = [example["row"] for example in examples]
-        first = len(self._train)
-        if numbers[0] < first or self._eval is None:
-            columns = self._train.examples(numbers)
-        else:
-            columns = self._eval.examples([number - first for number in numbers])
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        batch: dict[str, Any] = self._collate(rows)
-        return batch
-
-
-class EpochOrder(Sampler[int]):
-    """The order of each epoch: `packing.epoch_order` with the recipe's seed and the number of the epoch.
-
-    A resumed run skips the batches that were trained, so its order must be the same: `Epochs` tells it the epoch.
-    """
-
-    def __init__(self, lengths: Any, train: Train, *, flat: bool) -> None:
-        self._lengths, self._train, self._flat = lengths, train, flat
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Which epoch comes; accelerate calls it too, but misses a resumed run of several processes."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        train = self._train
-        return iter(
-            epoch_order(
-                self._lengths, train.batch_size, int(train.micro_batch), flat=self._flat, seed=train.seed,
-                epoch=self.epoch,
-            )
-        )  # fmt: skip
