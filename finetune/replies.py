@@ -252,7 +252,8 @@ def _forms(value: Any) -> list[str]:
     if not isinstance(value, str):
         return [json.dumps(value), str(value), str(value).lower()]
     once = json.dumps(value, ensure_ascii=False)[1:-1]
-    return [value.strip(), once, json.dumps(value)[1:-1], json.dumps(once)[1:-1], repr(value)[1:-1]]
+    python = repr('"' + value)[2:-1]  # the mark in front makes it write single quotes always
+    return [value.strip(), once, json.dumps(value)[1:-1], json.dumps(once)[1:-1], python]
 
 
 # ------------------------------------------------------------------------------------------- once for the same roles
