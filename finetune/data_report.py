@@ -21,6 +21,7 @@ from finetune.data import Prepared, prepare, read_conversations
 from finetune.duplicates import Copies, Leak, Side, copies, leak
 from finetune.errors import DataError, InputError
 from finetune.formats import BadRow
+from finetune.packing import packs
 from finetune.pieces import Piece, Speller
 from finetune.recipe import Data, Recipe
 from finetune.store import Rows
@@ -82,6 +83,7 @@ class Asked:
     number: int
     place: str
     verdict: str
+    raw: Any = None  # the row as it stands in the file, where it could be read
     messages: list[Any] = field(default_factory=list)
     tools: list[Any] = field(default_factory=list)
     shown: tuple[Shown, ...] = ()  # nothing when it is left out, several when it is split
@@ -202,12 +204,14 @@ def look(taken: Taken) -> Report:
     """Everything about the rows that were taken."""
     recipe, train = taken.recipe, taken.train
     lengths, most = train.rows.lengths, recipe.data.max_length
-    sequences = math.ceil(train.rows.tokens / most) if recipe.data.packing is True else len(train)
+    longer = int((lengths > most).sum())
+    packed = recipe.data.packing is True and not longer
+    sequences = len(packs(lengths, most, recipe.train.seed)) if packed else len(train)
     asked, notes = _questions(taken)
     return Report(
         taken,
         histogram(lengths, most),
-        int((lengths > most).sum()),
+        longer,
         _sources(taken.prepared, recipe),
         math.ceil(sequences / recipe.train.batch_size),
         copies(train),
@@ -394,12 +398,13 @@ def ask(taken: Taken, number: int) -> Asked:
         if isinstance(whole, BadRow):
             raise whole
     except BadRow as error:
-        return Asked(number, place, f"cannot be trained ({error.kind}): {error.reason}")
+        raw = None if isinstance(raw, BadRow) else raw
+        return Asked(number, place, f"cannot be trained ({error.kind}): {error.reason}", raw)
     length = len(whole.input_ids)
     verdict = (shown[0].side if shown else "left out") + f", {length:,} tokens"
     if length > data.max_length:
         verdict += f", longer than data.max_length {data.max_length:,} (data.overlong: {data.overlong})"
-    return Asked(number, place, verdict, talk.messages, talk.tools or [], shown)
+    return Asked(number, place, verdict, raw, talk.messages, talk.tools or [], shown)
 
 
 def _raw(data: Data, number: int) -> tuple[str, Any]:

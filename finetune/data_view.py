@@ -6,12 +6,14 @@ row_view    one row: what stands in the file, what becomes of it, and every toke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.bar import Bar as Filled
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.constrain import Constrain
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -23,21 +25,21 @@ from finetune.pieces import Piece, visible
 
 _WIDEST = 110  # columns; longer lines are harder to read
 _LISTED = 10  # bad rows in words
-_TRAINED, _ALSO, _READ, _SPECIAL = "green", "bright_green", "dim", "magenta"
-_COLUMNS = 4  # of the table of tokens
+_RAW = 4000  # characters of a bad row
+_TRAINED, _ALSO, _READ, _SPECIAL = "green", "bold green", "dim", "magenta"
 _OPEN, _CLOSE = "⟦", "⟧"  # around what is trained, where there is no colour
 
 
 def data_view(report: Report, first: int = 3) -> RenderableType:
     """All numbers, and so many of the first rows."""
     rows = report.first(first)
-    warnings = [Text.assemble(("▲ ", "yellow"), visible(said)) for said in report.warnings()]
+    warnings = report.warnings()
     parts: list[list[RenderableType]] = [
         [_header(report), _totals(report)],
         [_heading("Where they come from"), _sources(report)],
         [_heading("How long they are", "rows by their tokens"), _histogram(report), _percentiles(report)],
         [_heading("What stands twice"), _twice(report.copies, report.leaks)],
-        [_heading("What stands out"), *warnings] if warnings else [],
+        [_heading("What stands out"), _warnings(warnings)] if warnings else [],
         [_heading("As the model sees them"), *_rows(rows)] if rows else [],
         [Text(f"· {visible(note)}", style="dim") for note in report.notes],
     ]
@@ -61,8 +63,10 @@ def row_view(asked: Asked) -> RenderableType:
         if asked.tools:
             table.add_row(Text("tools", style="cyan"), Text(visible(str(asked.tools)), style="dim"))
         parts += ["", table]
+    elif asked.raw is not None:
+        parts += ["", Text(visible(json.dumps(asked.raw, ensure_ascii=False, default=str)[:_RAW]))]
     for shown in asked.shown:
-        parts += ["", *_rows([shown]), "", _tokens(shown)]
+        parts += ["", *_rows([shown]), "", _Tokens(shown)]
     return Constrain(Group(*parts), _WIDEST)
 
 
@@ -78,18 +82,21 @@ def _header(report: Report) -> Text:
 def _totals(report: Report) -> Text:
     taken, train = report.taken, report.taken.train
     held = f", {len(taken.held):,} held out" if taken.held else ""
-    batch = taken.recipe.train.batch_size
-    each = (
-        f"packs of up to {taken.recipe.data.max_length:,} tokens, {batch:,} a step, at least"
-        if taken.recipe.data.packing is True
-        else f"{batch:,} row{'s' * (batch != 1)} a step,"
-    )
+    packed, batch = taken.recipe.data.packing is True, taken.recipe.train.batch_size
+    each = f"packs of up to {taken.recipe.data.max_length:,} tokens" if packed else "rows"
     return Text.assemble(
         (f"{len(train):,} row{'s' * (len(train) != 1)}", "bold"), f" trained{held}; ",
         (f"{train.rows.tokens:,} tokens", "bold"), f" an epoch, {train.rows.trained_tokens:,} of them ",
-        (f"trained ({_percent(report.trained_share)})", f"bold {_TRAINED}"), f"; {each} ",
-        (f"{report.steps:,} step{'s' * (report.steps != 1)}", "bold"), " an epoch",
+        (f"trained ({_percent(report.trained_share)})", f"bold {_TRAINED}"), "\n",
+        (f"{report.steps:,} step{'s' * (report.steps != 1)}", "bold"), f" an epoch, of {batch:,} {each} each",
     )  # fmt: skip
+
+
+def _warnings(said: Sequence[str]) -> Table:
+    table = _grid("left", "wraps", gap=1)
+    for line in said:
+        table.add_row(Text("▲", style="yellow"), Text(visible(line)))
+    return table
 
 
 def _sources(report: Report) -> Table:
@@ -274,26 +281,36 @@ def _style(piece: Piece, number: int) -> str:
     return (_TRAINED, _ALSO)[number % 2] if piece.trained else _READ
 
 
-def _tokens(shown: Shown) -> Table:
-    """Every token: its place, its id, its text, and whether it gives a loss; in columns from top to bottom."""
-    cells: list[tuple[RenderableType, ...]] = []
-    for number, piece in enumerate(shown.pieces):
-        text = visible(piece.text).replace(" ", "·").replace("\n", "")
-        for nth, token in enumerate(piece.ids):
-            at = len(cells)
-            loss = at > 0 and shown.row.labels[at] != IGNORE
-            said = Text(text if not nth else "″", style=_style(piece, number))
-            cells.append((Text(f"{at}", style="dim"), f"{token}", Text("✓" * loss, style=_TRAINED), said))
-    height = -(-len(cells) // _COLUMNS)
-    table = _grid(*["right", "right", "left", "left"] * _COLUMNS)
-    for line in range(height):
-        table.add_row(*(cell for four in cells[line::height] for cell in four))
-    return table
+class _Tokens:
+    """Every token: its place, its id, whether it gives a loss, its text; in as many columns as there is room for."""
+
+    def __init__(self, shown: Shown) -> None:
+        self.cells: list[tuple[RenderableType, ...]] = []
+        for number, piece in enumerate(shown.pieces):
+            text = visible(piece.text).replace(" ", "·").replace("\n", "")
+            for nth, token in enumerate(piece.ids):
+                at = len(self.cells)
+                loss = at > 0 and shown.row.labels[at] != IGNORE
+                said = Text(text if not nth else "″", style=_style(piece, number))
+                self.cells.append((Text(f"{at}", style="dim"), f"{token}", Text("✓" * loss, style=_TRAINED), said))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update_width(1000)
+        forms = map(self._table, (5, 4, 3, 2))
+        fits = (form for form in forms if Measurement.get(console, unlimited, form).maximum <= options.max_width)
+        yield next(fits, self._table(1))
+
+    def _table(self, columns: int) -> Table:
+        height = -(-len(self.cells) // columns)
+        table = _grid(*["right", "right", "left", "left"] * columns)
+        for line in range(height):
+            table.add_row(*(cell for four in self.cells[line::height] for cell in four))
+        return table
 
 
-def _grid(*columns: str) -> Table:
+def _grid(*columns: str, gap: int = 2) -> Table:
     """A table without lines: "left" and "right" keep lines whole, "wraps" may break them, "bar" takes the rest."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False, expand="bar" in columns)
+    table = Table(box=None, padding=(0, gap, 0, 0), show_header=False, pad_edge=False, expand="bar" in columns)
     for column in columns:
         side: Any = "right" if column == "right" else "left"
         table.add_column(justify=side, no_wrap=column in ("left", "right"), ratio=1 if column == "bar" else None)

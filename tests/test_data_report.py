@@ -89,6 +89,14 @@ def test_five_rows_by_hand() -> None:
     assert document["sources"][0]["trained"] == document["sources"][0]["rows_read"] == 5
 
 
+def test_packed_rows_make_fewer_steps() -> None:
+    file = write("a.jsonl", *({"text": LONG} for _ in range(9)))  # 13 tokens each
+    assert report(BASE, train=file, max_length=40).steps == 5
+    packed = report(BASE, train=file, max_length=40, packing=True)
+    assert packed.steps == 2  # three rows a pack, two packs a step
+    assert len(packed.taken.train) == 9
+
+
 def test_percentiles_are_the_nearest_rank() -> None:
     assert percentiles(range(1, 101)) == {"50": 50, "90": 90, "99": 99, "max": 100}
     assert percentiles([7]) == {"50": 7, "90": 7, "99": 7, "max": 7}
@@ -258,7 +266,7 @@ def test_ask_for_a_row() -> None:
     assert "".join(piece.text for piece in shown.pieces if piece.trained) == " Hello</s>"
     assert shown.trained == 3
     json.dumps(first.document())
-    assert (second.place, second.shown) == ("a.jsonl:2", ())
+    assert (second.place, second.shown, second.raw) == ("a.jsonl:2", (), pair("Hi", ""))
     assert second.verdict.startswith("cannot be trained (empty): ")
     assert third.place == "a.jsonl:4"
     assert third.verdict.startswith("left out, ")

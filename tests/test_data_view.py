@@ -70,6 +70,7 @@ def test_the_view_tells_what_is_trained() -> None:
     text = drawn(data_view(found, first=2))
     assert "a.jsonl  in the tokens of any" in text
     assert "3 rows trained; " in text
+    assert "1 step an epoch, of 16 rows each" in text
     assert "layout prompt-completion: columns prompt and completion" in text
     assert re.search(r"exact copies +1 +a.jsonl:1 and a.jsonl:3, 2 times", text)
     assert "512" in text
@@ -111,6 +112,13 @@ def test_one_row_with_all_tokens() -> None:
         assert f" {number} " in text
     assert text.count("✓") == row.trained == 2
     assert re.search(r"user +a +\n", text)
+
+
+def test_a_bad_row_is_shown_as_it_stands_in_the_file() -> None:
+    found = report([("Hi", "Hello"), ("a\x1bb", "")])
+    text = drawn(row_view(ask(found.taken, 2)))
+    assert text.startswith("row 2  a.jsonl:2  cannot be trained (empty): ")
+    assert '{"prompt": "a\\u001bb", "completion": ""}' in text
 
 
 def test_bad_and_overlong_rows_are_told() -> None:
