@@ -8,6 +8,7 @@ refusal. No weights are read, only the tokenizer.
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 from finetune import chat, files, formats, near
 from finetune.chat import IGNORE, Encoded
 from finetune.data import Prepared, prepare, read_conversations
-from finetune.duplicates import Copies, Leak, Side, copies, leak
+from finetune.duplicates import Copies, Leak, Prints, Side, copies, leak
 from finetune.errors import DataError, InputError
 from finetune.formats import BadRow
 from finetune.packing import packs
@@ -90,7 +91,8 @@ class Asked:
 
     def document(self) -> dict[str, Any]:
         """For `--json`."""
-        return {**vars(self), "shown": [row.document() for row in self.shown]}
+        raw = json.loads(json.dumps(self.raw, default=str))  # a Parquet file may hold dates and bytes
+        return {**vars(self), "raw": raw, "shown": [row.document() for row in self.shown]}
 
 
 @dataclass(frozen=True)
@@ -208,14 +210,15 @@ def look(taken: Taken) -> Report:
     packed = recipe.data.packing is True and not longer
     sequences = len(packs(lengths, most, recipe.train.seed)) if packed else len(train)
     asked, notes = _questions(taken)
+    held, prints = {"data.eval": taken.held, "evaluate.data": asked}, Prints.of(train)
     return Report(
         taken,
         histogram(lengths, most),
         longer,
         _sources(taken.prepared, recipe),
         math.ceil(sequences / recipe.train.batch_size),
-        copies(train),
-        [leak(name, train, side) for name, side in (("data.eval", taken.held), ("evaluate.data", asked)) if side],
+        copies(prints),
+        [leak(name, prints, Prints.of(side)) for name, side in held.items() if side],
         _replies(train.rows, _stops(taken.tokenizer), taken.speller),
         [*taken.prepared.notes, *notes],
     )

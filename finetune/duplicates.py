@@ -6,7 +6,6 @@ and is left out before they are compared; else a long system message would make 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,89 +94,113 @@ class Leak:
         return {**vars(self), "pairs": [vars(pair) for pair in self.pairs]}
 
 
-def copies(train: Side) -> Copies:
+@dataclass(frozen=True)
+class Prints:
+    """A side's rows by hashes: of the whole row, and of its question. Read once, asked often."""
+
+    side: Side
+    indices: np.ndarray  # of the rows, each once
+    whole: np.ndarray
+    asked: np.ndarray
+    start: np.ndarray  # the tokens that all of them begin with
+
+    @classmethod
+    def of(cls, side: Side) -> Prints:
+        """Reads every row once."""
+        import numpy as np
+
+        indices = side.different()
+        whole, asked = np.zeros(indices.size, np.uint64), np.zeros(indices.size, np.uint64)
+        start: np.ndarray | None = None
+        for number, index in enumerate(indices):
+            row = side.rows[int(index)]
+            ids = np.asarray(row.input_ids, np.int64)
+            whole[number] = near.digest(ids)
+            asked[number] = near.digest(ids[: question(row)])
+            start = ids if start is None else start[: shared(start, ids)]
+        return cls(side, indices, whole, asked, np.zeros(0, np.int64) if start is None else start)
+
+    def place(self, number: int) -> str:
+        """Where the row stands."""
+        return self.side.place(int(self.indices[number]))
+
+
+def copies(train: Prints) -> Copies:
     """Exact and near copies among the trained rows, and questions with more than one reply."""
     import numpy as np
 
-    rows = train.different()
-    same, firsts, group, counts = np.unique(
-        _digests(train.rows.ids(row) for row in rows), return_index=True, return_inverse=True, return_counts=True
-    )
-    later = np.ones(rows.size, bool)
+    _, firsts, group, counts = np.unique(train.whole, return_index=True, return_inverse=True, return_counts=True)
+    later = np.ones(train.whole.size, bool)
     later[firsts] = False
     most = []
     for number in np.argsort(-counts, kind="stable")[:_EXAMPLES]:
         if counts[number] > 1:
-            one, other = rows[np.flatnonzero(group == number)[:2]]
+            one, other = np.flatnonzero(group == number)[:2]
             most.append((int(counts[number]), train.place(one), train.place(other)))
-    distinct = rows[~later]
-    looked = distinct[:: _every(train, same.size)]
-    found = near.near_pairs(_Some(train, looked, common_start([train])))
+    distinct = np.flatnonzero(~later)
+    looked = distinct[:: _every(train)]
+    found = near.near_pairs(_Some(train, looked, train.start.size))
     best = sorted(found.pairs, key=lambda pair: (-pair[2], pair[0], pair[1]))[:_EXAMPLES]
     pairs = [Pair(train.place(looked[i]), train.place(looked[j]), round(alike, 3)) for i, j, alike in best]
-    asked = _digests(question(train.rows[row]) for row in distinct)
+    asked = train.asked[distinct]
     _, place, often = np.unique(asked, return_inverse=True, return_counts=True)
-    replies = int(((often[place] > 1) & (asked != near.digest([]))).sum())
-    marked = frozenset([*rows[later].tolist(), *(int(looked[j]) for _, j, _ in found.pairs)])
+    replies = (often[place] > 1) & (asked != near.digest([]))
+    marked = [*np.flatnonzero(later), *(looked[j] for _, j, _ in found.pairs)]
     return Copies(
-        int(rows.size), int(later.sum()), most, found.copies, pairs, int(looked.size), found.complete, replies, marked
+        rows=int(train.whole.size),
+        exact=int(later.sum()),
+        most=most,
+        near=found.copies,
+        pairs=pairs,
+        looked=int(looked.size),
+        complete=found.complete,
+        replies=int(replies.sum()),
+        marked=frozenset(int(train.indices[number]) for number in marked),
     )
 
 
-def leak(name: str, train: Side, held: Side) -> Leak:
+def leak(name: str, train: Prints, held: Prints) -> Leak:
     """Which of the held-out rows are trained too."""
-    trained, tested = train.different(), range(len(held))
-    rows = {near.digest(train.rows.ids(row)) for row in trained}
-    questions = {near.digest(question(train.rows[row])) for row in trained} - {near.digest([])}
-    same = [near.digest(held.rows.ids(row)) in rows for row in tested]
-    asked = [not same[row] and near.digest(question(held.rows[row])) in questions for row in tested]
-    rest = [row for row in tested if not same[row] and not asked[row]]
-    some, skip = trained[:: _every(train, len(trained))], common_start([train, held])
+    import numpy as np
+
+    same = np.isin(held.whole, train.whole)
+    asked = np.isin(held.asked, train.asked) & (held.asked != near.digest([])) & ~same
+    rest = np.flatnonzero(~same & ~asked)
+    some = np.arange(train.whole.size)[:: _every(train)]
+    skip = shared(train.start, held.start)
     found = near.across(_Some(train, some, skip), _Some(held, rest, skip))
     best = sorted(found.pairs, key=lambda pair: (-pair[2], pair[1], pair[0]))[:_EXAMPLES]
     pairs = [Pair(held.place(rest[j]), train.place(some[i]), round(alike, 3)) for i, j, alike in best]
-    return Leak(name, len(held), sum(same), sum(asked), found.copies, pairs)
+    return Leak(name, int(held.whole.size), int(same.sum()), int(asked.sum()), found.copies, pairs)
 
 
-def question(row: Encoded) -> list[int]:
-    """What stands before the first trained token; nothing for a document."""
-    return row.input_ids[: next((at for at, label in enumerate(row.labels) if label != IGNORE), 0)]
+def question(row: Encoded) -> int:
+    """How many tokens stand before the first trained one; none in a document."""
+    return next((at for at, label in enumerate(row.labels) if label != IGNORE), 0)
 
 
-def common_start(sides: Sequence[Side]) -> int:
-    """How many tokens all rows begin with."""
+def shared(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens both begin with."""
     import numpy as np
 
-    start = np.asarray(sides[0].rows.ids(0))
-    for side in sides:
-        for row in range(len(side)):
-            ids = side.rows.ids(row)[: start.size]
-            unlike = np.flatnonzero(start[: ids.size] != ids)
-            start = start[: unlike[0] if unlike.size else ids.size]
-            if not start.size:
-                return 0
-    return int(start.size)
+    length = min(one.size, other.size)
+    unlike = np.flatnonzero(one[:length] != other[:length])
+    return int(unlike[0]) if unlike.size else length
 
 
 class _Some:
     """Some rows of a side without the tokens that all of its rows begin with."""
 
-    def __init__(self, side: Side, indices: Sequence[int], skip: int) -> None:
-        self.side, self.indices, self.skip = side, indices, skip
+    def __init__(self, prints: Prints, numbers: np.ndarray, skip: int) -> None:
+        self.rows, self.indices, self.skip = prints.side.rows, prints.indices[numbers], skip
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int, /) -> Any:
-        return self.side.rows.ids(int(self.indices[index]))[self.skip :]
+        return self.rows.ids(int(self.indices[index]))[self.skip :]
 
 
-def _every(side: Side, rows: int) -> int:
+def _every(prints: Prints) -> int:
     """Every how many-th row is looked through."""
-    return max(-(-rows // NEAR_ROWS), -(-side.rows.tokens // NEAR_TOKENS), 1)
-
-
-def _digests(rows: Iterable[Any]) -> np.ndarray:
-    import numpy as np
-
-    return np.fromiter((near.digest(row) for row in rows), np.uint64)
+    return max(-(-prints.whole.size // NEAR_ROWS), -(-prints.side.rows.tokens // NEAR_TOKENS), 1)

@@ -11,7 +11,7 @@ import pytest
 
 from finetune.chat import IGNORE, Encoded
 from finetune.data_report import Bin, Report, Taken, ask, histogram, look, percentiles, take
-from finetune.duplicates import Pair, Side, common_start, question
+from finetune.duplicates import Pair, Prints, Side, question
 from finetune.errors import DataError, InputError
 from finetune.pieces import Speller, visible
 from finetune.recipe import Recipe
@@ -134,8 +134,7 @@ def test_copies_leave_out_what_all_rows_begin_with() -> None:
     found = report(train=write("a.jsonl", *rows, *other))
     assert found.copies.exact == 0
     assert found.copies.near == 0
-    start = common_start([found.taken.train])
-    assert TOKENIZER.decode(found.taken.train.rows.ids(0)[:start]).endswith("<|im_start|>user\n")
+    assert TOKENIZER.decode(Prints.of(found.taken.train).start).endswith("<|im_start|>user\n")
     assert found.copies.replies == 3
     both = report(train=write("b.jsonl", *rows, {**rows[1], "completion": rows[1]["completion"] + "?"}))
     assert both.copies.near == 1
@@ -187,8 +186,8 @@ def test_evaluation_rows_that_cannot_be_read_are_a_note() -> None:
 
 
 def test_the_question_is_what_stands_before_the_first_trained_token() -> None:
-    assert question(Encoded([5, 6, 7, 8], [IGNORE, IGNORE, 7, 8])) == [5, 6]
-    assert question(Encoded([5, 6], [5, 6])) == question(Encoded([5], [IGNORE])) == []
+    assert question(Encoded([5, 6, 7, 8], [IGNORE, IGNORE, 7, 8])) == 2
+    assert question(Encoded([5, 6], [5, 6])) == question(Encoded([5], [IGNORE])) == 0
     assert Side("x", Rows.of([Encoded([1], [1])] * 2), "file").place(1) == "file row 2"
 
 
