@@ -142,6 +142,11 @@ class Report:
         """Tokens with a loss of all tokens."""
         return self.taken.train.rows.trained_tokens / self.taken.train.rows.tokens
 
+    @property
+    def has_replies(self) -> bool:
+        """Whether what is trained are replies, and not all that is said or whole documents."""
+        return self.taken.recipe.data.train_on != "all" and self.taken.prepared.counts["format"] != "text"
+
     def warnings(self) -> list[str]:
         """What somebody should know before paying for a GPU, a sentence or two each."""
         return list(_warnings(self))
@@ -353,14 +358,8 @@ def _warnings(report: Report) -> Iterator[str]:
             f"of {lengths['50']:,}. That one decides how much memory a step takes; see data.max_length and "
             "data.overlong."
         )
-    if rows > 2 and replies.same > rows / 2:
-        yield f"{replies.same:,} of {rows:,} rows have the same reply, {_quoted(replies.same_text)}."
-    elif rows > 2 and replies.begin_tokens >= 3:
-        yield f"All {rows:,} replies begin with {_quoted(replies.begin)}, {replies.begin_tokens} tokens."
-    if rows > 2 and replies.end_tokens >= 3 and replies.same <= rows / 2:
-        yield f"All {rows:,} replies end with {_quoted(replies.end)}, {replies.end_tokens} tokens."
-    if replies.wordless > rows / 2:
-        yield f"{replies.wordless:,} of {rows:,} replies hold no letter and no digit."
+    if report.has_replies and rows > 2:
+        yield from _about_replies(replies)
     if replies.endless:
         yield f"{replies.endless:,} of {rows:,} rows train no end token; from them the model does not learn to stop."
     if report.copies.exact > report.copies.rows / 10:
@@ -373,6 +372,18 @@ def _warnings(report: Report) -> Iterator[str]:
             )
         if found.near:
             yield f"{found.near:,} of {found.rows:,} rows of {found.name} nearly equal a trained row."
+
+
+def _about_replies(replies: Replies) -> Iterator[str]:
+    rows = replies.rows
+    if replies.same > rows / 2:
+        yield f"{replies.same:,} of {rows:,} rows have the same reply, {_quoted(replies.same_text)}."
+    elif replies.begin_tokens >= 3:
+        yield f"All {rows:,} replies begin with {_quoted(replies.begin)}, {replies.begin_tokens} tokens."
+    if replies.end_tokens >= 3 and replies.same <= rows / 2:
+        yield f"All {rows:,} replies end with {_quoted(replies.end)}, {replies.end_tokens} tokens."
+    if replies.wordless > rows / 2:
+        yield f"{replies.wordless:,} of {rows:,} replies hold no letter and no digit."
 
 
 def _quoted(text: str, most: int = 60) -> str:

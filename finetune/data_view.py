@@ -269,10 +269,8 @@ class _Pieces:
                 text.append(_OPEN if piece.trained else _CLOSE)
                 inside = piece.trained
             text.append(visible(piece.text), style=_style(piece, number))
-        if inside:
-            text.append(_CLOSE)
         text.rstrip()  # the last line feed is marked; an empty line behind it says nothing
-        yield text
+        yield text.append(_CLOSE) if inside else text
 
 
 def _style(piece: Piece, number: int) -> str:

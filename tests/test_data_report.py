@@ -198,6 +198,7 @@ def test_what_stands_out() -> None:
     rows = [pair("Hello", f'{{"a": {n}}}') for n in range(5)]
     said = report(train=write("a.jsonl", *rows)).warnings()
     assert said == ["All 5 replies begin with '{\"a\": ', 6 tokens."]
+    assert report(train="a.jsonl", train_on="all").warnings() == []
     same = report(train=write("b.jsonl", *(pair(f"{n}", "Sorry.") for n in range(5)), pair("6", "Yes"))).warnings()
     assert same == ["5 of 6 rows have the same reply, 'Sorry.<|im_end|>'."]
     empty = report(train=write("c.jsonl", *(pair(f"{n}", "." * n) for n in range(1, 5)))).warnings()
