@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from finetune.errors import DataError
 from finetune.formats import DOCUMENT, BadRow, Message
 from finetune.replies import Layout, Span, TrainOn, layout, starts
-from finetune.templates import DEFAULT_TEMPLATE, Template, Tools, named_templates, template_of
+from finetune.templates import Template, Tools, named_templates, template_of
 
 IGNORE = -100  # the label of a token that is not trained
 
@@ -125,7 +125,7 @@ def notes(tokenizer: Any) -> list[str]:
     try:
         layout(template, [*_ASKED, *_ASKED])
     except BadRow as error:
-        found.append(f"Rows with several replies will be refused: {error.reason}.")
+        found.append(f"Trained on every reply, rows with several are refused: {error.reason}.")
     return found
 
 
@@ -344,9 +344,3 @@ def _core(tokenizer: Any) -> Any:
 def _plain(text: str) -> str:
     """Without what tokenizers are known to normalise: white space at seams, and composed characters."""
     return "".join(unicodedata.normalize("NFKC", text).split())
-
-
-__all__ = [
-    "DEFAULT_TEMPLATE", "IGNORE", "Encoded", "Tools", "TrainOn", "encode", "encode_many", "end_of_turn_ids", "notes",
-    "prompt_ids", "template_to_save",
-]  # fmt: skip

@@ -56,7 +56,7 @@ def layout(
     template.check(messages, tools)
     wanted = _wanted(messages, train_on, prompt)
     frame = None if tools else _frame_of(template, messages)
-    if frame is not None and wanted <= frame.spans.keys():
+    if frame is not None:
         return _trained(frame.filled(messages, wanted), train_on)
     return _trained(compared(template, messages, tools, wanted, thoughts=train_on == "all"), train_on)
 
@@ -123,15 +123,7 @@ def compared(
             continue
         start = _start(template, messages[:number], tools, text)
         if number in wanted:
-            whole = number == len(messages) - 1
-            until = text if whole else template.render(messages[: number + 1], tools)
-            if start is None:
-                before = template.render(messages[:number], tools, reply_follows=True)
-                raise BadRow(_REWRITES if until.startswith(before) else _OTHER_PROMPT, _REWRITTEN)
-            span = _span(template, until, start, number, message)
-            if not whole and not text.startswith(until[: span.end]):
-                raise BadRow(_REWRITES, _REWRITTEN)
-            spans.append(span)
+            spans.append(_reply(template, messages, tools, text, number, start))
         if start is not None:
             begins.append(start)
     return Layout(text, begins, spans)
@@ -155,6 +147,21 @@ def _start(template: Template, before: Sequence[Message], tools: Tools | None, t
     except BadRow:
         return None
     return len(prompt) if text.startswith(prompt) else None
+
+
+def _reply(
+    template: Template, messages: Sequence[Message], tools: Tools | None, text: str, number: int, start: int | None
+) -> Span:
+    """Where reply `number` stands in `text`, if it is there what it is when it is the last."""
+    whole = number == len(messages) - 1
+    until = text if whole else template.render(messages[: number + 1], tools)
+    if start is None:
+        before = template.render(messages[:number], tools, reply_follows=True)
+        raise BadRow(_REWRITES if until.startswith(before) else _OTHER_PROMPT, _REWRITTEN)
+    span = _span(template, until, start, number, messages[number])
+    if not whole and not text.startswith(until[: span.end]):
+        raise BadRow(_REWRITES, _REWRITTEN)
+    return span
 
 
 def _continued(template: Template, messages: Sequence[Message], tools: Tools | None, text: str) -> str:
@@ -269,22 +276,21 @@ class Frame:
     """
 
     pieces: list[str | tuple[int, Callable[[str], str]]]
-    starts: list[_Place]
     spans: dict[int, tuple[_Place, _Place, str]]
 
     def filled(self, messages: Sequence[Message], wanted: set[int]) -> Layout:
         texts = [p if isinstance(p, str) else p[1](messages[p[0]]["content"]) for p in self.pieces]
         ends = list(accumulate(map(len, texts), initial=0))
-        spans = [
-            Span(ends[start[0]] + start[1], ends[end[0]] + end[1], ending)
+        spans = {
+            number: Span(ends[start[0]] + start[1], ends[end[0]] + end[1], ending)
             for number, (start, end, ending) in self.spans.items()
-            if number in wanted
-        ]
-        return Layout("".join(texts), [ends[piece] + more for piece, more in self.starts], spans)
+        }
+        begins = [span.start for span in spans.values()]
+        return Layout("".join(texts), begins, [span for number, span in spans.items() if number in wanted])
 
 
 _frames: WeakKeyDictionary[Template, dict[tuple[str, ...], Frame | None]] = WeakKeyDictionary()
-_ROWS_OF_A_KIND = 1000  # frames kept for one template
+_MOST_FRAMES = 1000  # kept for one template
 _STRIPS: dict[tuple[bool, bool], Callable[[str], str]] = {
     (True, True): str,
     (False, True): str.lstrip,
@@ -305,7 +311,7 @@ def _frame_of(template: Template, messages: Sequence[Message]) -> Frame | None:
             return None
     roles = tuple([message["role"] for message in messages])
     known = _frames.setdefault(template, {})
-    if roles not in known and len(known) < _ROWS_OF_A_KIND:
+    if roles not in known and len(known) < _MOST_FRAMES:
         known[roles] = _frame(template, roles)
     return known.get(roles)
 
@@ -330,27 +336,22 @@ def _frame(template: Template, roles: Sequence[str]) -> Frame | None:
             at = match.end()
     first = pieces[0]
     assert isinstance(first, str)
-    if template.adds_bos and len(first) < len(template.bos):
-        return None  # whether a BOS is put in front would hang on the content
+    begin_of_text = first.removeprefix(template.bos)
+    if template.adds_bos and begin_of_text and template.bos.startswith(begin_of_text):
+        return None  # whether a BOS has to be put in front could hang on the content
 
     def place(offset: int) -> _Place:
         begin, piece = max(entry for entry in begins if entry[0] <= offset)
         if offset - begin > len(str(pieces[piece])):
-            raise BadRow("a reply begins or ends inside a content")
+            raise BadRow("a reply begins in the white space of another message")  # then it hangs on the content
         return piece, offset - begin
 
     spans: dict[int, tuple[_Place, _Place, str]] = {}
-    starts: list[_Place] = []
-    try:
-        for number, role in enumerate(roles):
-            if role != "assistant" or (start := _start(template, marked[:number], None, text)) is None:
-                continue
-            starts.append(place(start))
-            try:
-                [span] = compared(template, marked, None, {number}).spans
-            except BadRow:
-                continue
+    try:  # all replies or none: one that is not found among marks may still be found among other contents
+        for number in [n for n, role in enumerate(roles) if role == "assistant"]:
+            start = _start(template, marked[:number], None, text)
+            span = _reply(template, marked, None, text, number, start)
             spans[number] = place(span.start), place(span.end), span.ending
     except BadRow:
         return None
-    return Frame(pieces, starts, spans)
+    return Frame(pieces, spans)

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import product
 from os.path import commonprefix
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from finetune.errors import DataError
 from finetune.formats import BadRow, Message
@@ -83,13 +83,11 @@ _PROBE_CALL: list[dict[str, Any]] = [
 ]
 
 
-def _probe_talk(result_role: str = "tool") -> list[dict[str, Any]]:
-    return [
-        {"role": "user", "content": "Ping"},
-        {"role": "assistant", "content": "", "tool_calls": _PROBE_CALL},
-        {"role": result_role, "content": "qzresult", "name": "qzcall", "tool_call_id": "abcdefghi"},
-        {"role": "assistant", "content": "Pong"},
-    ]
+_PROBE_TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Ping"},
+    {"role": "assistant", "content": "", "tool_calls": _PROBE_CALL},
+    {"role": "tool", "content": "qzresult", "name": "qzcall", "tool_call_id": "abcdefghi"},
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +104,12 @@ class ToolFacts:
 
 
 class Template:
-    """One chat template of a tokenizer, with the few things about it that one has to find out by trying."""
+    """One chat template of a tokenizer, with the few things about it that one has to find out by trying.
+
+    It keeps nothing of the tokenizer itself, or the cache above would keep its own keys alive.
+    """
 
     def __init__(self, tokenizer: Any, text: str | None) -> None:
-        self._tokenizer = ref(tokenizer)  # weak, or the cache above would keep its own keys alive
         self.is_default = text is None
         if self.is_default and not tokenizer.eos_token:
             raise DataError(
@@ -284,7 +284,7 @@ class Template:
         """The same facts with what is lost by them."""
         drops: dict[str, str] = {}
         ending = ""
-        ask, call, result, _ = _probe_talk()
+        ask, call, result = _PROBE_TALK
 
         def text(messages: Sequence[Mapping[str, Any]], reply_follows: bool = False) -> str:
             return self.raw(messages, None if "tools" in drops else _PROBE_TOOLS, reply_follows, style)

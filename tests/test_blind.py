@@ -47,6 +47,10 @@ COPIES = {
     + END,
     "tools": "{% if tools %}{{ messages | tojson }}{% endif %}" + TALK + "{{ message.content }}" + END,
     "if there is any": TALK + "{% if message.content %}{{ message.content or 'nothing' }}{% endif %}" + END,
+    "the end stripped": "{% set x %}"
+    + TALK.replace("+ ':'", "+ ':' + eos_token if message.role == 'assistant'")
+    + "{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% endset %}"
+    + "{% if add_generation_prompt %}{{ x | trim }}{% else %}{{ x }}{% endif %}",
     "others": TALK + "{{ messages[0].content + (messages | last).content + messages[1:][0].content }}" + END,
 }
 
@@ -162,10 +166,9 @@ def test_the_frame_is_taken(name: str) -> None:
         assert name in ("twice", "others", "with its frame")
         return
     frame = replies._frame_of(template, said)
-    assert (frame is None) == (name == "qwen3")
+    assert (frame is None) == (name in ("qwen3", "the end stripped"))  # whose prompt hangs on white space at its end
     if frame is not None:
         assert frame.filled(said, {1}) == plain
-        assert len(frame.starts) == 1
 
 
 def test_tools_calls_and_thoughts_take_no_frame() -> None:

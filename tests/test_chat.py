@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from finetune import chat, replies
 from finetune.errors import DataError
 from finetune.formats import BadRow, Message
+from finetune.templates import DEFAULT_TEMPLATE, template_of
 from tests.tiny import FAMILIES, template_text, tiny_tokenizer
 
 TOKENIZERS = {family: tiny_tokenizer(family) for family in FAMILIES}
@@ -166,7 +167,7 @@ def test_marks_that_leave_nothing_or_a_gap() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_ids_hang_on_the_conversation_alone(
-    family: str, turns: list[str], marks: list[bool], on: chat.TrainOn
+    family: str, turns: list[str], marks: list[bool], on: replies.TrainOn
 ) -> None:
     """What is trained changes labels only; untrained replies that begin with a line break are cut as at inference."""
     plain = said(*turns[: len(turns) // 2 * 2])
@@ -189,7 +190,7 @@ CONTROLLED = SPOKEN | st.sampled_from(["<|im_end|> and more", "\nHello", "\n\n t
     on=st.sampled_from(["assistant", "last", "all", "completion"]),
 )
 @settings(max_examples=100, deadline=None)
-def test_many_are_what_each_is(family: str, talks: list[list[str]], on: chat.TrainOn) -> None:
+def test_many_are_what_each_is(family: str, talks: list[list[str]], on: replies.TrainOn) -> None:
     tokenizer = TOKENIZERS[family]
     conversations = [(said(*turns), None) for turns in talks]
     conversations.append(([{"role": "text", "content": "Once\n\nthe"}], None))
@@ -210,7 +211,7 @@ def test_many_are_what_each_is(family: str, talks: list[list[str]], on: chat.Tra
 @settings(max_examples=150, deadline=None)
 def test_the_quick_cut_is_the_plain_one(family: str, turns: list[str]) -> None:
     tokenizer = TOKENIZERS[family]
-    template = chat.template_of(tokenizer)
+    template = template_of(tokenizer)
     messages = said(*turns)
     text = template.render(messages, reply_follows=len(turns) % 2 == 1)
     starts = replies.starts(template, messages, None, text)
@@ -224,7 +225,7 @@ def test_the_quick_cut_is_the_plain_one(family: str, turns: list[str]) -> None:
 def test_the_quick_cut_is_the_one_that_is_taken(family: str) -> None:
     """Unless the tokenizer joins, or parts, what stands on the two sides of a start."""
     tokenizer = TOKENIZERS[family]
-    template = chat.template_of(tokenizer)
+    template = template_of(tokenizer)
     taken = []
     for reply in ("Hello", "\n\nHello"):
         layout = replies.layout(template, said("Hi", reply))
@@ -242,7 +243,7 @@ def test_an_anchor_that_another_token_can_reach_into_is_not_trusted() -> None:
 
     tokenizer = tiny_tokenizer("smollm2")
     tokenizer.add_tokens([AddedToken("Hello<|im", normalized=False)])  # "Hello<|im_end|>" is now two tokens
-    assert chat._anchor(tokenizer, chat.template_of(tokenizer)) is None
+    assert chat._anchor(tokenizer, template_of(tokenizer)) is None
     row = chat.encode(tokenizer, said("Hi", "Hell"))
     assert trained(tokenizer, row) == ["Hell<|im_end|>"]
     with pytest.raises(BadRow, match=r"does not write '<\|im_end\|>' as one token|cannot write the reply"):
@@ -266,7 +267,9 @@ def test_a_template_that_rewrites_earlier_replies_is_refused() -> None:
     assert trained(tokenizer, row) == [written("qwen3", "2")]
     head, several = chat.notes(tokenizer)
     assert head == f"The template writes {THINK!r} before a reply; the model must write it too, so it is trained."
-    assert several.startswith("Rows with several replies will be refused: the chat template writes an earlier reply")
+    assert several.startswith(
+        "Trained on every reply, rows with several are refused: the chat template writes an earlier reply"
+    )
     assert several.endswith("data.train_on: last trains the last reply of such rows.")
 
 
@@ -294,7 +297,7 @@ def test_no_label_depends_on_pad_being_eos(family: str) -> None:
 @pytest.mark.parametrize("printed", [True, False])
 @pytest.mark.parametrize("added", [True, False])
 def test_exactly_one_bos(printed: bool, added: bool) -> None:
-    template = ("{{ bos_token }}" if printed else "") + chat.DEFAULT_TEMPLATE
+    template = ("{{ bos_token }}" if printed else "") + DEFAULT_TEMPLATE
     tokenizer = tiny_tokenizer(template, bos="<bos>", eos="<eos>", add_bos=added)
     messages = said("One?", "1", system="Be brief.")
     row = chat.encode(tokenizer, messages)

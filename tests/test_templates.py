@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from finetune import chat
 from finetune.errors import DataError
 from finetune.formats import BadRow
+from finetune.replies import TrainOn
 from finetune.templates import DEFAULT_TEMPLATE, template_of
 from tests.tiny import CONTROL, SMOLLM2, tiny_tokenizer
 
@@ -84,7 +85,7 @@ INLINE = [user("Hi"), assistant("<think>\nHmm, so\n</think>\n\nHello")]
 CALL = [user("Hi"), call(), result(), assistant("It is 18")]
 
 
-def encode(name: str, messages: list[dict[str, Any]], tools: Any = None, train_on: chat.TrainOn = "assistant") -> Any:
+def encode(name: str, messages: list[dict[str, Any]], tools: Any = None, train_on: TrainOn = "assistant") -> Any:
     return chat.encode(TOKENIZERS[name], messages, tools=tools, train_on=train_on)  # type: ignore[arg-type]
 
 
