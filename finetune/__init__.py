@@ -56,7 +56,8 @@ The modules in reading order, which is also the only legal direction of imports:
     data          files -> training and evaluation rows, with counts
     near          rows that are nearly the same
     duplicates    copies among the rows, and leaks into the held-out ones
-    data_report   what the rows of a recipe are, in numbers
+    data_rows     the rows of a recipe to look at, from all of them down to one token
+    data_report   what they are, in numbers
     scores        replies against references -> numbers
     adapter_file  a LoRA adapter as it lies on disk
     model_files   what stands beside the weights: configs, tokenizer, template

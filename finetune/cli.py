@@ -159,7 +159,8 @@ def data(
     as_json: Json = False,
 ) -> None:
     """Look at the rows as the model will see them, before paying for a GPU."""
-    from finetune.data_report import ask, look, take
+    from finetune.data_report import look
+    from finetune.data_rows import ask, take
     from finetune.data_view import data_view, row_view
     from finetune.model import load_tokenizer
 

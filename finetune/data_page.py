@@ -12,7 +12,8 @@ from html import escape as _escape
 from itertools import groupby
 from pathlib import Path
 
-from finetune.data_report import Report, Shown
+from finetune.data_report import Report
+from finetune.data_rows import Shown
 from finetune.duplicates import Pair
 from finetune.pieces import Piece, visible
 

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.chat import IGNORE
-from finetune.data_report import Asked, Bin, Report, Shown
+from finetune.data_report import Bin, Report
+from finetune.data_rows import Asked, Shown
 from finetune.duplicates import Copies, Leak, Pair
 from finetune.pieces import Piece, visible
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from finetune.chat import IGNORE, Encoded
-from finetune.data_report import Bin, Report, Taken, ask, histogram, look, percentiles, take
+from finetune.data_report import Bin, Report, histogram, look
+from finetune.data_rows import Taken, ask, percentiles, take
 from finetune.duplicates import Pair, Prints, Side, question
 from finetune.errors import DataError, InputError
 from finetune.pieces import Speller, visible

@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from finetune.data_page import data_html
-from finetune.data_report import Report, ask, look, take
+from finetune.data_report import Report, look
+from finetune.data_rows import ask, take
 from finetune.data_view import data_view, row_view
 from finetune.pieces import visible
 from finetune.recipe import Recipe
