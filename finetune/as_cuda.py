@@ -189,7 +189,7 @@ def _autocast(path: Path, copies: LowCopies) -> Iterator[None]:
             torch,
             matmul=lowered(torch.matmul),
             bmm=lowered(torch.bmm),
-            is_autocast_enabled=lambda device_type="cuda": True,
+            is_autocast_enabled=lambda device_type="cuda": device_type in (path.device, "meta"),
             get_autocast_dtype=lambda device_type="cuda": low,
         ),
     ):

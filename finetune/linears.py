@@ -42,6 +42,9 @@ class Linears:
         self.stored = int(dtype_bytes("float32" if path.upcast or isinstance(method, Full) else path.weights))
         self.compute = int(dtype_bytes(path.weights))  # what 4-bit weights are unpacked to
         self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
+        # peft's 4-bit layer leaves types to autocast if `torch.is_autocast_enabled()` (peft/tuners/lora/bnb.py). Without
+        # a device that asks for CUDA's: on a CPU it casts all the same.
+        self.peft_sees_autocast = bool(path.autocast) and path.device == "cuda"
         self.gemma = facts.model_type in ("gemma", "gemma2")
         self.full = isinstance(method, Full)
         self.double = isinstance(method, QLoRA) and method.double_quant
@@ -118,17 +121,31 @@ class Linears:
         """What autocast does to the input of a product."""
         return self.tape.cast(x, self.low, "low copy") if self.low and x.width > self.low else x
 
-    def _low_weight(self, weight: Parameter) -> tuple[Tensor | None, bool]:
-        """Autocast's copy of an fp32 weight, kept until the forward pass is over if the weight is trained."""
+    def _low_weight(self, weight: Parameter) -> Tensor | None:
+        """Autocast's copy of an fp32 weight, kept until the forward pass is over if the weight is trained.
+
+        Its gradient is cast back when the product has let go of what it kept.
+        """
         if not self.low or weight.width <= self.low:
-            return None, False
+            return None
         known = self.low_copies.get(id(weight))
         if known is None:
-            known = self.tape.new("low copies of trained weights", weight.shape, self.low)
+            tape, shape, width = self.tape, weight.shape, weight.width
+            known = tape.new("low copies of trained weights", shape, self.low)
             known.storage.block.bucket = "copies"
+
+            def rule(grad: Tensor) -> list[Tensor | None]:
+                return [tape.new("gradient", shape, width)]
+
+            tape.record(known, [weight if weight.trained else None], rule)
             if weight.trained and self.casting:
                 self.low_copies[id(weight)] = known
-        return known, True
+        return known
+
+    def _leave_autocast(self) -> None:
+        """The model's forward is over, and with it autocast's cache of low copies."""
+        self.low_copies.clear()
+        self.casting = False
 
     def _linear(self, x: Tensor, layer: Weight, what: str) -> Tensor:
         tape = self.tape
@@ -138,14 +155,15 @@ class Linears:
         width = result.width
         if layer.packed:
             result = tape.copy(result, what)  # peft clones a 4-bit layer's output
-        casts = self.path.adapter_casts and not (layer.packed and self.low)
+        converts = not (layer.packed and self.peft_sees_autocast)
+        casts = self.path.adapter_casts and converts
         inner = tape.cast(x, 4, "adapter input") if casts else x
         if layer.magnitude is not None:
             change = self._dora(result, inner, layer)
         else:
             change = tape.scaled(self._change(inner, layer), "adapter output")
         del inner
-        if layer.packed and not self.low:
+        if layer.packed and converts:
             change = tape.cast(change, width)
         result = tape.add(result, change, what)
         del change
@@ -187,7 +205,8 @@ class Linears:
         """x @ weight^T. The input is kept if the weight is trained; the weight's low copy if the input needs it."""
         tape = self.tape
         x = self._lowered(x)
-        copy, lowered = self._low_weight(weight)
+        copy = self._low_weight(weight)
+        source = weight if copy is None or copy.source is None else copy.source
         out = tape.new(what, (*x.shape[:-1], weight.shape[0]), x.width)
         kept = Tensor(x.storage, x.shape, x.width) if weight.trained else None
         needs_x, shape = x.source is not None, x.shape
@@ -195,16 +214,12 @@ class Linears:
         del copy
 
         def rule(grad: Tensor) -> list[Tensor | None]:
-            nonlocal kept, kept_weight
-            own = None
-            if kept is not None:
-                own = tape.new("gradient", weight.shape, grad.width)
+            _ = kept_weight
+            own = tape.new("gradient", weight.shape, grad.width) if kept is not None else None
             back = tape.new("gradient", shape, grad.width) if needs_x else None
-            if own is not None and lowered:
-                own = tape.new("gradient", weight.shape, weight.width)
             return [own, back]
 
-        return tape.record(out, [weight if weight.trained else None, x.source], rule)
+        return tape.record(out, [source if weight.trained else None, x.source], rule)
 
     def _packed_product(self, x: Tensor, layer: Weight, what: str) -> Tensor:
         """bitsandbytes' 4-bit product: the weight is unpacked for it, and again for the backward pass."""
