@@ -11,6 +11,8 @@ class Attention(Linears):
     """From the normed hidden states to the attention's output."""
 
     mask: list[Tensor]
+    tables: list[Tensor]
+    """Cosine and sine of every position."""
 
     def _attention(self, x: Tensor, layer: dict[str, Weight]) -> Tensor:
         facts, tape = self.facts, self.tape
@@ -54,8 +56,10 @@ class Attention(Linears):
         del straight, product
         shape, width = x.shape, x.width
         size = x.size * width
+        tables = list(self.tables)
 
         def rule(grad: Tensor) -> list[Tensor | None]:
+            _ = tables
             one = tape.new("gradient", shape, width)
             tape.passing("backward of the rotation", size, size)
             del one

@@ -58,6 +58,7 @@ class _Decoder(Heads):
         self.trained = trained_tensors(method, facts)
         self.saved = [] if isinstance(method, Full) else [tensor.shape for tensor in saved_tensors(method, facts)]
         self.mask: list[Tensor] = []
+        self.tables: list[Tensor] = []
         self.lump: dict[Block, Block] = {}
         self.lump_gradients: list[Block] = []
         self.layers = self._layers()
@@ -188,7 +189,7 @@ class _Decoder(Heads):
             self.lump_gradients.append(self.ledger.take(block))
         tape.where = "backward of the loss"
         tape.backward(loss)
-        self.mask = []
+        self.mask, self.tables = [], []
         return output if self.path.keeps_output else None
 
     def _forward(self) -> tuple[Tensor, Tensor | None]:
@@ -196,11 +197,11 @@ class _Decoder(Heads):
         tape = self.tape
         tape.bucket, tape.where = "activations", "forward"
         self.casting = True
-        beside = [tape.new("token ids", (self.rows, self.length), 8)]
+        ids = tape.new("token ids", (self.rows, self.length), 8)
         hidden = self._embedding()
         self._masks(hidden.width)
         table = (self.rows if self.batch.flat else 1, self.length, self.facts.head_dim)
-        beside += [tape.new("rotary tables", table, hidden.width) for _ in range(2)]
+        self.tables = [tape.new("rotary tables", table, hidden.width) for _ in range(2)]
         for index, number in enumerate(self.shown):
             tape.where = f"layer {number}"
             if index == self.lump_starts:
@@ -213,15 +214,17 @@ class _Decoder(Heads):
         tape.where = "the last norm"
         hidden = self._norm(hidden, self._norm_weight(self.full))
         if not self.path.checkpointing:  # layers that run again need them again
-            self.mask = []
+            self.mask, self.tables = [], []
         tape.bucket, tape.where = "loss", "the loss"
         loss, output = self._loss(hidden)
-        del beside
-        self.low_copies.clear()
-        self.casting = False
+        del ids
+        self._leave_autocast()
+        return loss, output if self.path.keeps_output else None
+
+    def _leave_autocast(self) -> None:
+        super()._leave_autocast()
         for block in [block for block in self.lump if not block.live]:
             self.ledger.give(self.lump.pop(block))  # what went with autocast's cache goes in the skipped layers too
-        return loss, output if self.path.keeps_output else None
 
     def _lump(self, kept: list[Block]) -> dict[Block, Block]:
         """Enter what one period of layers keeps once more for every period between it and the last."""
@@ -271,11 +274,13 @@ class _Decoder(Heads):
         if self.full:
             table = self._parameter("embedding", (facts.vocab_size, facts.hidden_size), self.stored, trained=True)
             table.shared = facts.tied
-            table.first_is_view = self.path.loss != "tiled"  # a linear layer's; TRL's head makes its own
+            # A linear layer's is a transposed view; TRL's head makes its own, autocast casts it back to fp32.
+            table.first_is_view = self.path.loss != "tiled" and not self.low
             self.table = table
             tokens = self.batch.tokens
 
             def rule(grad: Tensor) -> list[Tensor | None]:
+                self.mask, self.tables = [], []  # no layer runs again
                 if self.path.device == "cuda":
                     tape.passing("embedding backward", *[8 * tokens] * 4)
                 return [tape.new("gradient", table.shape, table.width)]

@@ -48,10 +48,14 @@ class Heads(Attention):
         return self.tape.scaled(logits, "capped logits")
 
     def _supervised(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """This toolkit's head: logits of supervised rows in fp32, log-softmax, gather."""
+        """This toolkit's head: logits of supervised rows in fp32, log-softmax, gather.
+
+        The loss is taken outside of the model, where autocast has ended.
+        """
         chosen = self._chosen(hidden)
         logits = self._capped(self._matmul(chosen, self._head(), "logits"))
         del chosen
+        self._leave_autocast()
         wide = self.tape.cast(logits, 4, "logits in fp32")
         del logits
         return self._cross_entropy(wide), None

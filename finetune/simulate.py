@@ -187,8 +187,7 @@ def _forward_backward(
 ) -> Any:
     watch.ledger.begin("forward")
     watch.bucket, watch.where = "activations", "forward"
-    with copies:
-        loss, output = _loss(model, ids, batch, path)
+    loss, output = _loss(model, ids, batch, path, copies)
     kept = output if path.keeps_output else None
     del output
     watch.ledger.begin("backward")
@@ -198,7 +197,23 @@ def _forward_backward(
     return kept
 
 
-def _loss(model: Any, ids: torch.Tensor, batch: Batch, path: Path) -> tuple[torch.Tensor, Any]:
+class _Autocast:
+    """A model as accelerate wraps it: autocast and its cache end with the forward pass, whose outputs become fp32."""
+
+    def __init__(self, model: Any, copies: LowCopies) -> None:
+        self.module, self.copies = model, copies
+
+    def __call__(self, **inputs: Any) -> Any:
+        from accelerate.utils import convert_outputs_to_fp32
+
+        return convert_outputs_to_fp32(self._forward)(**inputs)
+
+    def _forward(self, **inputs: Any) -> Any:
+        with self.copies:
+            return self.module(**inputs)
+
+
+def _loss(model: Any, ids: torch.Tensor, batch: Batch, path: Path, copies: LowCopies) -> tuple[torch.Tensor, Any]:
     """The loss by the path's own head, and the output that the trainer may keep."""
     import torch
 
@@ -210,12 +225,15 @@ def _loss(model: Any, ids: torch.Tensor, batch: Batch, path: Path) -> tuple[torc
     elif batch.padded:
         inputs["attention_mask"] = torch.empty(ids.shape, dtype=torch.long)
     if path.loss == "library":
-        output = model(**inputs)
+        with copies:
+            output = model(**inputs)
         return output.loss, output
     places = (torch.empty(batch.supervised, dtype=torch.long), torch.empty(batch.supervised, dtype=torch.long))
     if path.loss == "supervised":
-        return supervised_loss(model, inputs, batch.supervised, places), None
-    return _tiled_loss(model, inputs, places), None
+        wrapped = _Autocast(model, copies) if path.autocast else model
+        return supervised_loss(wrapped, inputs, batch.supervised, places), None
+    with copies:  # inside of the model's forward
+        return _tiled_loss(model, inputs, places), None
 
 
 def _tiled_loss(model: Any, inputs: dict[str, Any], places: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
