@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,6 +239,52 @@ def test_the_quick_cut_is_the_one_that_is_taken(family: str) -> None:
     else:
         joins = family in ("smollm2", "qwen2_5")  # the prompt ends with a line break and the reply is not stripped
         assert taken == [True, not joins]
+
+
+@pytest.mark.parametrize("spaces", ["first", "always", "never", "legacy"])
+@given(
+    turns=st.lists(
+        st.text("abH .\né", min_size=1, max_size=6).filter(lambda t: bool(t.strip())), min_size=2, max_size=4
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_the_quick_cut_with_the_spaces_of_sentencepiece(spaces: str, turns: list[str]) -> None:
+    """Such tokenizers put a space in front of a text, of each stretch between control tokens, or of neither."""
+    tokenizer = _sentencepiece(spaces)
+    template = template_of(tokenizer)
+    messages = said(*turns[: len(turns) // 2 * 2])
+    layout = replies.layout(template, messages)
+    [ids] = chat._ids(tokenizer, [layout.text])
+    cutter = chat._cutter(tokenizer, template)
+    assert cutter._anchor is not None
+    cut = cutter.cut(tokenizer, layout.text, ids, layout.starts)
+    assert cut == chat.cut_plainly(tokenizer, layout.text, ids, layout.starts)
+    row = chat.encode(tokenizer, messages)
+    assert len(trained(tokenizer, row)) == len(messages) // 2
+    prompt = chat.prompt_ids(tokenizer, messages[:-1])
+    assert row.input_ids[: len(prompt)] == prompt
+
+
+@cache
+def _sentencepiece(spaces: str) -> Any:
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(set("abH.\n▁é" + (template_text("smollm2") or "")) - {" "})
+    pairs = [("▁", "a"), ("▁", "b"), ("\n", "▁"), ("▁", "▁"), ("\n", "\n"), ("\n", "a"), ("▁", "H")]
+    tokens = ["<unk>", "<|im_start|>", "<|im_end|>", *letters, *(a + b for a, b in pairs)]
+    core = Tokenizer(BPE({token: n for n, token in enumerate(tokens)}, pairs, unk_token="<unk>", fuse_unk=True))
+    core.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>"])
+    if spaces == "legacy":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=spaces, split=False)
+        core.decoder = decoders.Metaspace(prepend_scheme=spaces, split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", unk_token="<unk>")
+    tokenizer.chat_template = template_text("smollm2")
+    return tokenizer
 
 
 def test_an_anchor_that_another_token_can_reach_into_is_not_trusted() -> None:
