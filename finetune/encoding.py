@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from finetune.files import Chunk
 
 LISTED = 20  # rows named in a message
-WORTH_IT = 8  # chunks (of about a megabyte) from which more processes pay for their start
+WORTH_IT = 48  # chunks (of about a megabyte, a sixth of a second) from which other processes pay for their start
 
 
 @dataclass(frozen=True)

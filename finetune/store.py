@@ -16,6 +16,7 @@ inside the functions, as everything heavy is in the cold half.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,8 +206,9 @@ def batch(
     count = len(rows)
     ends = np.zeros(count + 1, dtype=np.int32)
     np.cumsum([len(row.input_ids) for row in rows], out=ends[1:])
-    ids = np.fromiter((i for row in rows for i in row.input_ids), dtype=np.int32, count=ends[-1])
-    mask = np.fromiter((i for row in rows for i in row.labels), dtype=np.int32, count=ends[-1]) != IGNORE
+    ids = np.fromiter(chain.from_iterable(row.input_ids for row in rows), dtype=np.int32, count=ends[-1])
+    labels = np.fromiter(chain.from_iterable(row.labels for row in rows), dtype=np.int32, count=ends[-1])
+    mask = labels != IGNORE
     scored = mask.copy()
     scored[ends[:-1]] = False
     supervised = np.add.reduceat(scored, ends[:-1], dtype=np.int32) if count else np.zeros(0, np.int32)
