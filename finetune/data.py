@@ -10,7 +10,9 @@ What the files become is kept in the cache by content; splits, weights and packs
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ from finetune.formats import BadRow, Conversation
 from finetune.packing import packs
 from finetune.recipe import Data, Recipe
 from finetune.store import Packs, Rows, Writer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -178,11 +182,14 @@ def _write(
     """Finish all rows of the sources into a file; raise for every policy that says stop, and when none is left."""
     layout, reason = _first_guess(sources, data, limit)
     while True:
-        tally = Tally()
+        tally, told = Tally(), time.monotonic()
         with Writer(path) as file:
             for part in encode_chunks(Job(tokenizer, layout, data), files.chunks(sources, limit)):
                 file.write(part.batch)
                 tally.add(part.tally)
+                if time.monotonic() - told > 10:
+                    told = time.monotonic()
+                    _log.info("  %s rows prepared so far", f"{tally.read.total():,}")
         better, reason = layout_of(tally.columns, data)
         if better == layout:
             break

@@ -27,6 +27,7 @@ from finetune.paths import Lengths
 from finetune.plan import Plan, require_fit, resolve
 from finetune.recipe import Full, Recipe
 from finetune.run import Run, check_output, lock, open_or_create
+from finetune.store import Packs
 from finetune.trainer import Trainer, build_trainer, check_trackers
 
 Say = Callable[[str], None]
@@ -120,9 +121,27 @@ def _word(value: Any) -> str:
 def _tell_data(data: Prepared, say: Say) -> None:
     tokens, trained = data.train.tokens, data.train.trained_tokens
     held = f"; {len(data.eval):,} evaluation rows" if data.eval is not None else ""
-    say(f"{len(data.train):,} rows, {tokens:,} tokens, {trained:,} of them trained ({trained / tokens:.0%}){held}")
-    for note in data.notes:
+    what = "packs" if isinstance(data.train, Packs) else "rows"
+    say(f"{len(data.train):,} {what}, {tokens:,} tokens, {trained:,} of them trained ({trained / tokens:.0%}){held}")
+    for note in [*_left_out(data.counts), *data.notes]:
         say(f"  {note}")
+    say(f"  The first row begins with {' '.join(map(repr, data.counts['first_tokens']))}")
+
+
+def _left_out(counts: dict[str, Any]) -> list[str]:
+    """What was read and is not trained as it stands."""
+    said = []
+    if counts["rows_bad"]:
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in counts["rows_bad"].items())
+        said.append(f"Skipped as bad: {kinds}; the first of them stand in data.json.")
+    if counts["rows_overlong"]:
+        names = (("dropped", "rows_dropped"), ("cut", "rows_cut"), ("split", "rows_split"))
+        ways = ", ".join(f"{counts[name]:,} {way}" for way, name in names if counts[name])
+        said.append(
+            f"Longer than {counts['max_length']:,} tokens: {ways}; {counts['tokens_lost']:,} tokens are lost, "
+            f"{counts['trained_tokens_lost']:,} of them of replies."
+        )
+    return said
 
 
 def _same_folder_everywhere(recipe: Recipe, name: str, output: str | Path | None, device: Device) -> tuple[Run, bool]:
