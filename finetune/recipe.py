@@ -205,6 +205,14 @@ class Train(_Part):
     report_to: list[Tracker] = Field([], description="Experiment trackers: tensorboard, trackio, wandb, mlflow.")
 
 
+class Fast(_Part):
+    """Faster ways to the same gradients; each is taken where it applies, and the log says so."""
+
+    head: bool = Field(True, description="Logits and their gradient in one pass over the rows that give a loss.")
+    attention: bool = Field(True, description="Rows that lie end to end attend one by one, without a mask over all.")
+    adapters: bool = Field(True, description="The adapters that share an input run as one autograd function.")
+
+
 class Evaluate(_Part):
     """What is asked of the model before and after training."""
 
@@ -240,6 +248,7 @@ class Recipe(_Part):
     method: Method = Field(description="full, lora or qlora with their settings.")
     data: Data = Field(description="The rows.")
     train: Train = Field(Train(), description="The optimisation.")
+    fast: Fast = Field(Fast(), description="Faster ways to the same gradients.")
     evaluate: Evaluate | None = Field(None, description="Questions asked before and after training.")
     merge: Merge = Field(Merge(), description="How adapters are folded into the base.")
     serve: Serve = Field(Serve(), description="Where the endpoint listens.")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Attention = Literal["eager", "math", "cpu", "flash", "efficient"]
-Loss = Literal["supervised", "tiled", "library"]
+Attention = Literal["eager", "math", "cpu", "documents", "flash", "efficient"]
+Loss = Literal["onepass", "supervised", "tiled", "library"]
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,17 @@ class Path:
 
     weights        type of the model's frozen weights (full fine-tuning: of all of them)
     autocast       type that autocast computes products in; None without autocast
-    attention      eager (scores and mask in full), or the kernel behind sdpa: cpu, flash, efficient, math
+    attention      eager (scores and mask in full), or the kernel behind sdpa: cpu, flash, efficient, math;
+                   documents is cpu for each of the rows that lie end to end
     checkpointing  0 keeps all activations; n recomputes every n-th layer in the backward pass
-    loss           supervised (this toolkit's head on supervised rows), tiled (TRL's head, vocabulary in tiles),
+    loss           onepass (this toolkit's head on supervised rows, its gradient made in the forward pass),
+                   supervised (the same rows, by autograd), tiled (TRL's head, vocabulary in tiles),
                    library (transformers' own: all logits at once)
     accumulates    gradients of earlier micro-batches are alive during this one
     upcast         peft's prepare_model_for_kbit_training has turned 16-bit weights into fp32
     keeps_output   the model's output (logits) stays alive until the optimizer has stepped
     input_grads    the embedding's output requires a gradient (TRL and transformers ask for it with checkpointing)
+    grouped        the adapters that share an input run as one autograd function
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
     """
@@ -63,5 +66,6 @@ class Path:
     keeps_output: bool = False
     input_grads: bool = False
     adapter_casts: bool = True
+    grouped: bool = False
     capability: tuple[int, int] = (8, 9)
     multiprocessors: int = 128
