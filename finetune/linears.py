@@ -42,8 +42,8 @@ class Linears:
         self.stored = int(dtype_bytes("float32" if path.upcast or isinstance(method, Full) else path.weights))
         self.compute = int(dtype_bytes(path.weights))  # what 4-bit weights are unpacked to
         self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
-        # peft's 4-bit layer leaves types to autocast if `torch.is_autocast_enabled()` (peft/tuners/lora/bnb.py). Without
-        # a device that asks for CUDA's: on a CPU it casts all the same.
+        # peft's 4-bit layer leaves types to autocast if `torch.is_autocast_enabled()` (peft/tuners/lora/bnb.py).
+        # Without a device that asks for CUDA's: on a CPU it casts all the same.
         self.peft_sees_autocast = bool(path.autocast) and path.device == "cuda"
         self.gemma = facts.model_type in ("gemma", "gemma2")
         self.full = isinstance(method, Full)

@@ -484,7 +484,7 @@ def main() -> None:
     jobs = options.jobs or min(4, cores)
     bench = Bench(Path(__file__), jobs, max(1, cores // jobs), 600, 3600, options.layers)
     results = run_all(cases, bench, device)
-    machine = f"{cpu_words()}, {device.memory / 1e9:.0f} GB"
+    machine = f"{cpu_words()}, {device.memory / 1e9:.0f} GB, {'bf16' if device.bf16 else 'fp32'}"
     finish(options, "plan-cpu", "The plan against real steps on a CPU", INTRO, machine, cases, results)
 
 
