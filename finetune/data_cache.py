@@ -27,7 +27,10 @@ from finetune.recipe import Data
 ROWS, ABOUT = "rows.arrow", "about.json"
 _KEPT_DAYS = 30
 # The modules that decide what becomes of a row; their text is part of the key.
-_MAKERS = ("readers", "files", "formats", "templates", "chat", "overlong", "encoding", "store", "data")
+_MAKERS = (
+    "strict_json", "turns", "formats", "json_array", "readers", "hub_rows", "files", "templates", "blind", "replies",
+    "chat", "overlong", "store", "encoding", "data",
+)  # fmt: skip
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _DECIDES = ("format", "columns", "system", "train_on", "max_length", "overlong", "on_bad_row", "eval_group")
 

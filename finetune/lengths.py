@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from finetune import chat, embedded, files, formats, hub_headers
 from finetune.data import layout_of
@@ -30,22 +31,29 @@ def read_lengths(recipe: Recipe, source: str | list[str] | None = None, sample: 
     tokenizer = load_tokenizer(recipe)
     sources = files.find(source or list(data.sources))
     names = ", ".join(found.name for found in sources)
-    rows = [row for chunk in files.chunks(sources, data.limit) for _, row in chunk.rows()]
-    good = [row for row in rows if not isinstance(row, BadRow)]
-    layout, _ = layout_of(dict.fromkeys(name for row in good for name in row), data)
+    columns: dict[str, None] = {}
+    kept: list[dict[str, Any]] = []
+    rows, every = 0, 1
+    for row in (row for chunk in files.chunks(sources, data.limit) for _, row in chunk.rows()):
+        if not isinstance(row, BadRow):
+            columns.update(dict.fromkeys(row))
+            if rows % every == 0:
+                kept.append(row)
+        rows += 1
+        if len(kept) > 2 * sample:  # memory stays flat, and the sample even, whatever the size of the file
+            kept, every = kept[::2], 2 * every
+    layout, _ = layout_of(columns, data)
     talks = []
-    for row in good[:: max(1, len(good) // sample)]:
+    for row in kept:
         with contextlib.suppress(BadRow):
             talks.append(formats.to_conversation(formats.renamed(row, data.columns), layout, data.system))
     found = [row for row in chat.encode_many(tokenizer, talks, data.train_on) if not isinstance(row, BadRow)]
     pairs = [(len(row.input_ids), supervised(row)) for row in found]
     if not pairs:
-        raise DataError(
-            f"None of the {len(rows)} rows of {names} can be trained.", "Look at them with `finetune data`."
-        )
+        raise DataError(f"None of the {rows} rows of {names} can be trained.", "Look at them with `finetune data`.")
     if data.packing is True:
-        return _packed(pairs, names, len(rows), data.max_length, recipe.train.seed)
-    return Lengths.read(pairs, names, len(rows))
+        return _packed(pairs, names, rows, data.max_length, recipe.train.seed)
+    return Lengths.read(pairs, names, rows)
 
 
 def _packed(pairs: list[tuple[int, int]], names: str, rows: int, max_length: int, seed: int) -> Lengths:

@@ -619,3 +619,36 @@ def test_the_cold_half_stays_cold() -> None:
         "assert not hot, hot"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_every_module_that_decides_what_a_row_becomes_is_in_the_key() -> None:
+    """What `encoding` and `data` import of this package, directly or not, down to what a recipe is."""
+    import ast
+
+    from finetune import data_cache
+
+    root = Path(data_cache.__file__).parent
+    deciders: set[str] = set()
+    waiting = ["data", "encoding"]
+    while waiting:
+        name = waiting.pop()
+        if name in deciders:
+            continue
+        deciders.add(name)
+        for node in ast.walk(ast.parse((root / f"{name}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "finetune":
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("finetune."):
+                waiting.append(str(node.module).split(".")[1])
+    aside = {
+        "errors",
+        "faults",
+        "strict_yaml",
+        "recipe",
+        "data_cache",
+        "embedded",
+        "packing",
+        "home_intents",
+        "home_words",
+    }
+    assert set(data_cache._MAKERS) == deciders - aside
