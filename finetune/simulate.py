@@ -23,7 +23,7 @@ from finetune.as_cuda import LowCopies, fused_4_bit, traced
 from finetune.facts import Facts
 from finetune.ledger import Block, Ledger, Peak, by_bucket
 from finetune.meta import constants_of, meta_model, model_config
-from finetune.optimizers import state_sizes, step_temporaries
+from finetune.optimizers import is_paged, state_sizes, step_temporaries
 from finetune.recipe import Method
 from finetune.steps import Batch, Path
 
@@ -177,7 +177,10 @@ def _step(
 
 
 def _create_state(watch: Watch, trained: dict[str, torch.nn.Parameter], path: Path) -> None:
+    """Moments on the device; paged ones lie in unified memory."""
     for name, parameter in trained.items():
+        if path.device == "cuda" and is_paged(path.optimizer, parameter.numel()):
+            continue
         for size in state_sizes(path.optimizer, name, tuple(parameter.shape)):
             watch.ledger.take(Block("optimizer", name, size))
 
