@@ -282,6 +282,7 @@ def test_one_long_row_among_short_ones_decides() -> None:
 
 ALWAYS = {
     "train.precision", "load.dtype", "load.attention", "train.optimizer", "train.micro_batch", "train.checkpointing",
+    "data.packing",
 }  # fmt: skip
 
 
@@ -314,6 +315,7 @@ def test_what_the_user_wrote_stays() -> None:
     asked = recipe(
         "qlora", SMALL, train__precision="fp32", load__dtype="float16", load__attention="eager",
         train__optimizer="sgd", train__micro_batch=2, train__checkpointing="true", method__compute_dtype="float32",
+        data__packing="false",
     )  # fmt: skip
     answer, planned = resolved(asked, H100)
     assert (answer, planned.choices) == (asked, ())
