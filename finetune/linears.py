@@ -2,11 +2,15 @@
 
 x ─┬─> [autocast's copy] ─> W x ───────────────┬─> + ─> y        a frozen W keeps nothing of x
    └─> [peft's fp32 copy] ─> A x ─> B A x ─> s ┘                 A keeps its input, B keeps A x
+
+x ─┬─> W x ──┬─> y       the same as `fast.adapter` runs it (`Path.grouped`): layers that read one x keep it once,
+   └─> A x ─>┘           and nothing else but A x; B A x is added into y
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from finetune.facts import Facts
@@ -147,8 +151,21 @@ class Linears:
         self.low_copies.clear()
         self.casting = False
 
+    def _linears(self, x: Tensor, layers: Sequence[tuple[Weight, str]]) -> list[Tensor]:
+        """The outputs of layers that read one input. The first with an adapter computes the others' too."""
+        adapted = [number for number, (layer, _) in enumerate(layers) if self.path.grouped and layer.a is not None]
+        made: dict[int, Tensor] = {}
+        for number, (layer, what) in enumerate(layers):
+            if number not in made:
+                run = adapted if number in adapted else [number]
+                outputs = self._together(x, [layers[n] for n in run]) if adapted else [self._linear(x, layer, what)]
+                made.update(zip(run, outputs, strict=True))
+        return [made[number] for number in range(len(layers))]
+
     def _linear(self, x: Tensor, layer: Weight, what: str) -> Tensor:
         tape = self.tape
+        if self.path.grouped and layer.a is not None:
+            return self._together(x, [(layer, what)])[0]
         result = self._packed_product(x, layer, what) if layer.packed else self._plain(x, layer, what)
         if layer.a is None or layer.b is None:
             return result
@@ -168,6 +185,74 @@ class Linears:
         result = tape.add(result, change, what)
         del change
         return tape.cast(result, width, what)
+
+    def _together(self, x: Tensor, layers: Sequence[tuple[Weight, str]]) -> list[Tensor]:
+        """`fast.adapter`'s function: one node that waits for the gradients of all its outputs."""
+        tape = self.tape
+        a = [layer.a for layer, _ in layers if layer.a is not None]
+        b = [layer.b for layer, _ in layers if layer.b is not None]
+        ranks = sum(part.shape[0] for part in a)
+        with tape.silent():
+            inner = self._lowered(Tensor(x.storage, x.shape, x.width))
+            stacked = self._stacked(a, inner.width)
+            narrow = tape.new("adapter, narrow", (*x.shape[:-1], ranks), inner.width)
+            del stacked
+            outputs = []
+            for (layer, name), up in zip(layers, b, strict=True):
+                product = self._packed_product if layer.packed else self._plain
+                outputs.append(product(inner, layer, name))
+                tape.passing("low copy", inner.width * math.prod(up.shape) if inner.width < up.width else 0)
+        grads: list[Tensor | None] = [None] * len(layers)
+        needs_x, x_width, low = x.source is not None, x.width, inner.width
+
+        def rule(_: Tensor) -> list[Tensor | None]:
+            kept = inner, narrow
+            narrow_back = tape.new("gradient", narrow.shape, low)
+            ups: list[Tensor | None] = []
+            for up in b:
+                tape.passing("low copy", low * math.prod(up.shape) if low < up.width else 0)
+                ups.append(tape.cast(tape.new("gradient", up.shape, low), up.width))
+            all_a = tape.cast(tape.new("gradient", (ranks, x.shape[-1]), low), a[0].width)
+            downs: list[Tensor | None] = [tape.view(all_a, part.shape) for part in a]
+            back = None
+            if needs_x:
+                for layer, _ in layers:
+                    dense = self._dense(layer, low)
+                    back = back or tape.new("gradient", inner.shape, low)
+                    del dense
+                assert back is not None
+                stacked = self._stacked(a, low)
+                del stacked
+                back = tape.cast(back, x_width)
+            del kept, narrow_back
+            return [back, *downs, *ups]
+
+        together = tape.record(tape.new("all outputs", (0,), 1), [x.source, *a, *b], rule)
+        for number, output in enumerate(outputs):
+
+            def arrived(grad: Tensor, number: int = number) -> list[Tensor | None]:
+                grads[number] = grad  # alive until the node has run
+                return [tape.new("gradient", (0,), 1)]
+
+            tape.record(output, [together.source], arrived)
+        return outputs
+
+    def _stacked(self, a: Sequence[Parameter], width: int) -> list[Tensor]:
+        """All A as one matrix in the products' type; nothing new where one A has that type already."""
+        parts = [self.tape.new("low copy", part.shape, width) for part in a if part.width > width]
+        if len(a) > 1:
+            return [self.tape.new("A of all", (sum(part.shape[0] for part in a), a[0].shape[1]), width)]
+        return parts
+
+    def _dense(self, layer: Weight, width: int) -> Tensor | None:
+        """A frozen weight as the backward pass multiplies with it; None where it lies there like that."""
+        tape, weight = self.tape, layer.weight
+        if layer.packed:
+            scales = tape.new("scales", (math.prod(weight.shape) // BLOCK,), 4) if self.double else None
+            unpacked = tape.new("unpacked weight", weight.shape, self.compute)
+            del scales
+            return tape.cast(unpacked, width)
+        return tape.new("low copy", weight.shape, width) if weight.width > width else None
 
     def _change(self, x: Tensor, layer: Weight) -> Tensor:
         """B A x."""
