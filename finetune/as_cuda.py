@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 @contextmanager
 def traced(path: Path, batch: Batch) -> Iterator[LowCopies]:
     """All of them. Yields autocast's cache of weights, which is kept during a forward pass only."""
+    import torch
+
     with ExitStack() as stack:
         stack.enter_context(_masks(batch))
         stack.enter_context(_attention(path))
         copies = LowCopies()
         if path.autocast:
             stack.enter_context(_autocast(path, copies))
+        else:  # torch itself does not know the word meta here
+            stack.enter_context(_swapped(torch, is_autocast_enabled=lambda device_type="cuda": False))
         if path.device == "cuda":
             stack.enter_context(_half_softmax())
         if path.loss == "tiled":

@@ -22,9 +22,9 @@ class Attention(Linears):
             query = tape.view(whole, (self.rows, heads, self.length, dim))
             key = value = tape.view(whole, (self.rows, kv, self.length, dim))
         else:
-            query = self._heads(self._linear(x, layer["q_proj"], "query"), heads)
-            key = self._heads(self._linear(x, layer["k_proj"], "key"), kv)
-            value = self._heads(self._linear(x, layer["v_proj"], "value"), kv)
+            three = [(layer["q_proj"], "query"), (layer["k_proj"], "key"), (layer["v_proj"], "value")]
+            query, key, value = self._linears(x, three)
+            query, key, value = self._heads(query, heads), self._heads(key, kv), self._heads(value, kv)
         query, key = self._rotated(query, "query"), self._rotated(key, "key")
         attend = self._eager if self.path.attention in ("eager", "math") else self._kernel
         out = attend(query, key, value)

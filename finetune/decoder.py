@@ -328,15 +328,15 @@ class _Decoder(Heads):
             return self._linear(
                 self.tape.mul(up, self._activated(gate), "MLP product"), layer["down_proj"], "MLP down"
             )
-        return self._linear(
-            self.tape.mul(
-                self._activated(self._linear(x, layer["gate_proj"], "MLP gate")),
-                self._linear(x, layer["up_proj"], "MLP up"),
-                "MLP product",
-            ),
-            layer["down_proj"],
-            "MLP down",
-        )
+        if not self.path.grouped:
+            gate = self._activated(self._linear(x, layer["gate_proj"], "MLP gate"))
+            up = self._linear(x, layer["up_proj"], "MLP up")
+        else:
+            gate, up = self._linears(x, [(layer["gate_proj"], "MLP gate"), (layer["up_proj"], "MLP up")])
+            gate = self._activated(gate)
+        product = self.tape.mul(gate, up, "MLP product")
+        del gate, up
+        return self._linear(product, layer["down_proj"], "MLP down")
 
     def _activated(self, gate: Tensor) -> Tensor:
         return self.tape.unary(gate, "MLP activation")

@@ -21,6 +21,7 @@ from finetune import kernels
 from finetune.allocator import CachingAllocator
 from finetune.as_cuda import LowCopies, fused_4_bit, traced
 from finetune.facts import Facts
+from finetune.fast.adapter import attach
 from finetune.ledger import Block, Ledger, Peak, by_bucket
 from finetune.meta import constants_of, meta_model, model_config
 from finetune.optimizers import is_paged, state_sizes, step_temporaries
@@ -119,6 +120,8 @@ def _prepare(model: Any, path: Path) -> None:
         enable({"use_reentrant": False}, **({"every_n_layers": path.checkpointing} if path.checkpointing > 1 else {}))
     if path.input_grads:
         model.enable_input_require_grads()
+    if path.grouped:
+        attach(model)
     if not path.adapter_casts:
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):
