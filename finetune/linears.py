@@ -155,11 +155,13 @@ class Linears:
         """The outputs of layers that read one input. The first with an adapter computes the others' too."""
         adapted = [number for number, (layer, _) in enumerate(layers) if self.path.grouped and layer.a is not None]
         made: dict[int, Tensor] = {}
-        for number, (layer, what) in enumerate(layers):
+        for number, (layer, name) in enumerate(layers):
             if number not in made:
-                run = adapted if number in adapted else [number]
-                outputs = self._together(x, [layers[n] for n in run]) if adapted else [self._linear(x, layer, what)]
-                made.update(zip(run, outputs, strict=True))
+                if number in adapted:
+                    outputs = self._together(x, [layers[other] for other in adapted])
+                    made.update(zip(adapted, outputs, strict=True))
+                else:
+                    made[number] = self._linear(x, layer, name)
         return [made[number] for number in range(len(layers))]
 
     def _linear(self, x: Tensor, layer: Weight, what: str) -> Tensor:
@@ -205,7 +207,7 @@ class Linears:
         grads: list[Tensor | None] = [None] * len(layers)
         needs_x, x_width, low = x.source is not None, x.width, inner.width
 
-        def rule(_: Tensor) -> list[Tensor | None]:
+        def rule(all_there: Tensor) -> list[Tensor | None]:
             kept = inner, narrow
             narrow_back = tape.new("gradient", narrow.shape, low)
             ups: list[Tensor | None] = []
