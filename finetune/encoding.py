@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from finetune.files import Chunk
 
 LISTED = 20  # rows named in a message
+MOST_CHARACTERS = (
+    4_000_000  # of one row: more than "War and Peace" has; a tokenizer takes some hundred bytes for each
+)
 WORTH_IT = 48  # chunks (of about a megabyte, a sixth of a second) from which other processes pay for their start
 
 
@@ -160,6 +163,7 @@ def encode_chunk(job: Job, chunk: Chunk) -> Part:
                 raise row
             tally.columns.update(dict.fromkeys(row))
             talk = formats.to_conversation(formats.renamed(row, data.columns), job.layout, data.system)
+            _check_size(talk)
             good.append((line, talk, _group(row, data.eval_group)))
         except BadRow as error:
             tally.refuse(source, line, error)
@@ -215,6 +219,15 @@ def _within_length(
     tally.tokens_lost += fitted.lost
     tally.trained_lost += fitted.lost_trained
     return fitted.rows
+
+
+def _check_size(talk: Conversation) -> None:
+    size = sum(len(message["content"]) for message in talk.messages)
+    if size > MOST_CHARACTERS:
+        raise BadRow(
+            f"it has {size:,} characters, and at most {MOST_CHARACTERS:,} can be prepared; divide it into rows",
+            "too large",
+        )
 
 
 def row_hash(talk: Conversation) -> int:

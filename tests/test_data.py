@@ -258,6 +258,13 @@ def test_bad_rows_of_an_array_have_lines(tmp_path: Path) -> None:
             run(str(file))
 
 
+def test_a_row_of_50_megabytes_gets_a_verdict(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", pair(), pair("x " * 25_000_000), pair("Bye"))
+    with pytest.raises(DataError, match=r"a.jsonl:2: it has 50,000,005 characters, and at most 4,000,000"):
+        run(file)
+    assert len(run(file, on_bad_row="skip").train) == 2
+
+
 def test_twenty_bad_rows_are_listed_and_all_are_counted(tmp_path: Path) -> None:
     rows = [pair(answer=number) for number in range(25)] + [pair(answer="") for _ in range(5)] + [pair()]
     file = jsonl(tmp_path / "a.jsonl", *rows)
