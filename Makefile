@@ -1,6 +1,6 @@
 # Every target makes the virtual environment and installs what is missing by itself.
 #   make train [RECIPE=smollm2-lora]   make plan RECIPE=gemma2b-qlora   make eval|merge|serve|chat RUN=runs/...
-#   make test   make test-long   make check   make clean
+#   make test   make test-long   make bench   make check   make clean
 
 RECIPE ?= smollm2-lora
 PYTHON ?= python3
@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN
 RUN    ?= $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
 ARGS   ?=
 
-.PHONY: setup train plan eval merge serve chat test test-long check format clean
+.PHONY: setup train plan eval merge serve chat test test-long bench check format clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.run
@@ -60,6 +60,11 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m "long and not gpu" $(ARGS)
+
+# Beside the same libraries used plainly; written to docs/benchmarks. About 20 minutes on two quiet cores.
+bench: $(VENV)/.run
+	$(BIN)/python scripts/bench.py $(ARGS)
+	$(BIN)/python scripts/bench_data.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
