@@ -7,8 +7,8 @@
 
 Every arm trains SmolLM2-135M in fp32 on two threads, in a process of its own, by turns: A B C, C B A, A B C. All get
 the same finished rows in the same optimizer steps and start from one saved adapter; an arm may lay out the rows of a
-step as it likes. Import, load and one warm-up step (two in the first repetition, where the second measures memory)
-are not in the times. Ratios are medians over repetitions of neighbours, because absolute times mean little on
+step as it likes. Import, load and a warm-up step are not in the times; memory is measured over one more step at the
+end of the first repetition. Ratios are medians over repetitions of neighbours, because absolute times mean little on
 machines that others use too.
 
 The gate, before any time counts: the first step's loss is the same to 1e-5, the gradient of every adapter before
@@ -213,14 +213,15 @@ def cut_model(source: Path, folder: Path, layers: int) -> Path:
 class Watch:
     """What is noted of one process: everything an arm does goes by here, and costs next to nothing.
 
-    `begun` is when the process was started (`time.time`); `measure` says whether the second step measures memory.
+    `begun` is when the process was started (`time.time`). After one step to warm up `timed` steps are taken by the
+    clock; `measure` adds one for memory. The gradients of the first step go to `grads`.
     """
 
     folder: Path
     grads: Path | None
     begun: float
-    measure: bool
-    warm: int
+    timed: int
+    measure: bool = False
 
     def __post_init__(self) -> None:
         self.loss = 0.0
@@ -228,6 +229,11 @@ class Watch:
         self.stamps: list[tuple[float, float]] = []
         self.first_step_s = 0.0
         self.peak: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """All of them."""
+        return 1 + self.timed + self.measure
 
     def attach(self, trainer: Any) -> None:
         """Give the trainer's model the saved adapter, and note its first step and the end of each."""
@@ -267,7 +273,7 @@ class Watch:
         trainer.compute_loss, trainer.accelerator.clip_grad_norm_ = first_loss, first_clip
 
     def _measure(self, trainer: Any) -> None:
-        """The peak of live bytes over the second step, by the toolkit's own gauge in whatever arm."""
+        """The peak of live bytes over the last step, by the toolkit's own gauge in whatever arm."""
         try:
             from finetune.measure import Gauge
         except ImportError:  # a peer's environment may lack what it needs
@@ -276,23 +282,23 @@ class Watch:
 
         gauge, seen, watch = Gauge("cpu"), [0], self
 
-        class Second(TrainerCallback):
+        class Last(TrainerCallback):
             def on_step_begin(self, *_: Any, **__: Any) -> None:
                 seen[0] += 1
-                if seen[0] == 2:
+                if seen[0] == watch.steps:
                     gauge.start()
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
-                if seen[0] == 2:
+                if seen[0] == watch.steps:
                     watch.peak = gauge.stop()
 
-        trainer.add_callback(Second())
+        trainer.add_callback(Last())
 
     def found(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What was noted, for the report."""
         import resource
 
-        ends = self.stamps[max(self.warm - 1, 0) :]
+        ends = self.stamps[: 1 + self.timed]
         pairs = list(zip(ends, ends[1:], strict=False))
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
@@ -301,7 +307,7 @@ class Watch:
             "wall_s": [after[1] - before[1] for before, after in pairs],
             "peak_bytes": self.peak, "rss_bytes": rss if sys.platform == "darwin" else rss * 1024,
             "first_step_s": self.first_step_s,
-            "losses": [float(entry["loss"]) for entry in history if "loss" in entry][self.warm :],
+            "losses": [float(entry["loss"]) for entry in history if "loss" in entry][1 : 1 + self.timed],
         }  # fmt: skip
 
 
@@ -324,17 +330,17 @@ def load_adapter(model: Any, folder: Path) -> None:
         raise ValueError(f"the arm has no place for {next(iter(saved))} and {len(saved) - 1} more")
 
 
-def run_arm(arm: str, folder: Path, steps: int, watch: Watch) -> dict[str, Any]:
-    """Train `steps` optimizer steps of the work in `folder` and return what was noted."""
+def run_arm(arm: str, folder: Path, watch: Watch) -> dict[str, Any]:
+    """Train the steps that `watch` asks for of the work in `folder`, and return what was noted."""
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     if arm == "finetune":
-        return _finetune(work, folder, steps, watch)
+        return _finetune(work, folder, watch)
     if arm in ("trl", "trl-best", SHIFTED):
-        return _trl(work, folder, steps, watch, best=arm != "trl", shifted=arm == SHIFTED)
-    return _unsloth(work, folder, steps, watch)
+        return _trl(work, folder, watch, best=arm != "trl", shifted=arm == SHIFTED)
+    return _unsloth(work, folder, watch)
 
 
-def _finetune(work: Mapping[str, Any], folder: Path, steps: int, watch: Watch) -> dict[str, Any]:
+def _finetune(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, Any]:
     """The toolkit's own story of a run; it is stopped once, to hand its trainer to the watch."""
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
     from finetune.recipe import Recipe
@@ -342,7 +348,7 @@ def _finetune(work: Mapping[str, Any], folder: Path, steps: int, watch: Watch) -
     story = import_module("finetune.train")  # the package has a function of the same name
 
     recipe = Recipe.model_validate(work["recipe"])
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": watch.steps})})
     build, built = story.build_trainer, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -361,9 +367,7 @@ def _finetune(work: Mapping[str, Any], folder: Path, steps: int, watch: Watch) -
     return watch.found(built[0].state.log_history)
 
 
-def _trl(
-    work: Mapping[str, Any], folder: Path, steps: int, watch: Watch, *, best: bool, shifted: bool
-) -> dict[str, Any]:
+def _trl(work: Mapping[str, Any], folder: Path, watch: Watch, *, best: bool, shifted: bool) -> dict[str, Any]:
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
@@ -374,13 +378,13 @@ def _trl(
     keep = work["job"]["checkpointing"] and not best
     options: dict[str, Any] = {} if keep else _no_checkpointing()
     return _sft(
-        work, _tokenizer(recipe), steps, watch, ordered(work["steps"], longest_first=best, shifted=shifted),
+        work, _tokenizer(recipe), watch, ordered(work["steps"], longest_first=best, shifted=shifted),
         options | ({"logging_nan_inf_filter": False} if best else {}),
         model=model, peft_config=adapter,
     )  # fmt: skip
 
 
-def _unsloth(work: Mapping[str, Any], folder: Path, steps: int, watch: Watch) -> dict[str, Any]:
+def _unsloth(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, Any]:
     """Unsloth's model and its patched SFTTrainer, in Unsloth's own environment."""
     from unsloth import FastLanguageModel  # isort: skip  (it patches trl, so it comes first)
     import torch
@@ -394,7 +398,7 @@ def _unsloth(work: Mapping[str, Any], folder: Path, steps: int, watch: Watch) ->
         lora_dropout=0, bias="none", use_gradient_checkpointing=False,
     )  # fmt: skip
     rows = ordered(work["steps"], longest_first=True)
-    return _sft(work, tokenizer, steps, watch, rows, _no_checkpointing(), model=model)
+    return _sft(work, tokenizer, watch, rows, _no_checkpointing(), model=model)
 
 
 def _no_checkpointing() -> dict[str, bool]:
@@ -427,7 +431,7 @@ def ordered(
 
 
 def _sft(
-    work: Mapping[str, Any], tokenizer: Any, steps: int, watch: Watch, rows: list[dict[str, Any]],
+    work: Mapping[str, Any], tokenizer: Any, watch: Watch, rows: list[dict[str, Any]],
     options: Mapping[str, Any], **kwargs: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train finished rows with TRL's trainer, in their order."""
@@ -437,7 +441,7 @@ def _sft(
     job = work["job"]
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as output:
         config = SFTConfig(
-            output_dir=output, max_steps=steps, per_device_train_batch_size=job["micro"],
+            output_dir=output, max_steps=watch.steps, per_device_train_batch_size=job["micro"],
             gradient_accumulation_steps=job["batch"] // job["micro"], learning_rate=job["rate"],
             lr_scheduler_type="constant", seed=42, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
             logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_length=job["max_length"],
@@ -453,24 +457,26 @@ def _sft(
 
 
 def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """fp32 operations per second that plain products reach, at each job's shapes: {job: {layers, head}}.
+    """fp32 operations per second that plain products reach, at each job's shapes, by wall time and by processor time.
 
     Products of the forward pass and of the backward pass to the inputs, over six layers' weights so that they come
     from memory as in training, each at the fastest of several tries.
     """
     import torch
 
-    def rate(shapes: Sequence[tuple[int, int]], tokens: int, copies: int) -> float:
+    def rate(shapes: Sequence[tuple[int, int]], tokens: int, copies: int) -> tuple[float, float]:
         weights = [torch.randn(rows, columns) for _ in range(copies) for rows, columns in shapes]
         inputs = {size: torch.randn(tokens, size) for size in {side for shape in shapes for side in shape}}
-        best = float("inf")
+        flop = sum(4 * tokens * weight.numel() for weight in weights)
+        wall, cpu = [], []
         for _ in range(6):
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             for weight in weights:
                 inputs[weight.shape[1]] @ weight.T
                 inputs[weight.shape[0]] @ weight
-            best = min(best, time.perf_counter() - began)
-        return sum(4 * tokens * weight.numel() for weight in weights) / best
+            wall.append(time.perf_counter() - began)
+            cpu.append(time.process_time() - used)
+        return flop / min(wall), flop / min(cpu)
 
     found = {}
     for name, work in works.items():
@@ -478,10 +484,10 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
         passes = len(counts) * job["batch"] // job["micro"]
         tokens, supervised = (max(1, round(sum(c[key] for c in counts) / passes)) for key in ("tokens", "supervised"))
         shapes = [tuple(shape) for shape in work["layers"][:7]]
-        found[name] = {
-            "layers": rate(shapes, tokens, 6), "head": rate([tuple(work["head"])], supervised, 1),
-            "tokens": tokens, "supervised": supervised,
-        }  # fmt: skip
+        layers, head = rate(shapes, tokens, 6), rate([tuple(work["head"])], supervised, 1)
+        found[name] = {"tokens": tokens, "supervised": supervised}
+        for number, key in enumerate(("", "_cpu")):
+            found[name] |= {f"layers{key}": layers[number], f"head{key}": head[number]}
     return found
 
 
@@ -505,10 +511,8 @@ def child(spec: dict[str, Any]) -> Any:
     if spec["do"] == "ceiling":
         return ceiling({name: _work(Path(spec["folder"]) / name) for name in spec["jobs"]})
     folder = Path(spec["folder"])
-    watch = Watch(
-        folder, Path(spec["grads"]) if spec["grads"] else None, spec["begun"], spec["measure"], spec["warm"]
-    )
-    return run_arm(spec["arm"], folder, spec["steps"], watch)
+    grads = Path(spec["grads"]) if spec["grads"] else None
+    return run_arm(spec["arm"], folder, Watch(folder, grads, spec["begun"], spec["timed"], spec["measure"]))
 
 
 def _work(folder: Path) -> dict[str, Any]:
@@ -637,40 +641,44 @@ def _job(run: Run, folder: Path, name: str, say: Callable[[str], None], *, shift
     timed = run.timed(name)
     found: dict[str, Any] = {"about": JOBS[name].about, "steps": timed, "runs": {arm: [] for arm in run.arms}}
 
-    def one(arm: str, steps: int, grads: Path | None, measure: bool) -> dict[str, Any]:
-        warm = 2 if measure else 1
+    def one(arm: str, timed: int, grads: Path | None, measure: bool) -> dict[str, Any]:
         spec = {
-            "do": "arm", "arm": arm, "folder": str(folder), "steps": steps + warm, "warm": warm, "measure": measure,
+            "do": "arm", "arm": arm, "folder": str(folder), "timed": timed, "measure": measure,
             "grads": str(grads) if grads else None,
         }  # fmt: skip
         result: dict[str, Any] = process(spec, run.threads, run.pythons.get(arm, sys.executable))
         return result
 
     for repetition in range(run.repeat):
-        first = repetition == 0
-        for arm in run.arms if repetition % 2 == 0 else run.arms[::-1]:
+        first, arms = repetition == 0, list(found["runs"])
+        for arm in arms if repetition % 2 == 0 else arms[::-1]:
             result = one(arm, timed, folder / f"{arm}.safetensors" if first else None, first)
-            result["warm"] = 2 if first else 1
             found["runs"][arm].append(result)
             cpu, wall = (statistics.fmean(result[key]) for key in ("cpu_s", "wall_s"))
             say(f"{name}, {arm}: {cpu:.2f} CPU-s and {wall:.2f} s a step")
         if first:
             found["gate"] = _gate(run, folder, found["runs"], say)
+            for arm, verdict in found["gate"].items():
+                if verdict["refused"]:
+                    del found["runs"][arm]
             if shift:
                 found["shifted"] = _shifted(run, folder, found["runs"], one, say)
     return found
 
 
 def _gate(run: Run, folder: Path, runs: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Hold every arm against the first one. Ends the script when one did other work."""
+    """Hold every arm against the first one. Ends the script when one did other work; a peer is left out instead."""
     reference, found = run.arms[0], {}
     for arm in run.arms[1:]:
         files = (folder / f"{arm}.safetensors", folder / f"{reference}.safetensors")
         verdict = gate(runs[arm][0], runs[reference][0], *files)
         say(f"  gate, {arm} against {reference}: {verdict}")
-        if not verdict.passed:
+        if not verdict.passed and arm not in PEERS:
             raise SystemExit(f"{arm} and {reference} did not do the same work: {verdict}. No times are given.")
-        found[arm] = {"against": reference, "loss": verdict.loss, "gradient": verdict.gradient, "at": verdict.worst}
+        found[arm] = {
+            "against": reference, "loss": verdict.loss, "gradient": verdict.gradient, "at": verdict.worst,
+            "refused": not verdict.passed, "said": str(verdict),
+        }  # fmt: skip
     return found
 
 
@@ -690,35 +698,29 @@ def _shifted(
 def summarize(found: dict[str, Any], counts: Sequence[Mapping[str, float]], top: Mapping[str, float]) -> None:
     """Medians, ratios of neighbours, and the share of what plain products reach; added to a job's results."""
     runs, arms = found["runs"], {}
-    first = next(iter(runs.values()))[0]
-    found["ceiling"] = dict(top)
+    done = counts[1 : 1 + found["steps"]]
+    total = {key: sum(count[key] for count in done) for key in ("tokens", "supervised", "flop", "flop_head")}
+    rest = total["flop"] - total["flop_head"]
+    least = {key: rest / top[f"layers{key}"] + total["flop_head"] / top[f"head{key}"] for key in ("", "_cpu")}
+    found |= {
+        **{f"{key}_per_step": total[key] / len(done) for key in ("tokens", "supervised", "flop")},
+        "ceiling": dict(top), "seconds_at_ceiling": least[""] / len(done),
+        "cpu_s_at_ceiling": least["_cpu"] / len(done),
+    }  # fmt: skip
+    first = next(iter(runs.values()))[0]["losses"]
     for arm, taken in runs.items():
-        rates: dict[str, list[float]] = {key: [] for key in ("cpu", "wall", "share")}
-        speed: dict[str, list[float]] = {}
-        for result in taken:
-            done = counts[result["warm"] : result["warm"] + found["steps"]]
-            total = {key: sum(count[key] for count in done) for key in ("tokens", "supervised", "flop", "flop_head")}
-            cpu, wall = sum(result["cpu_s"]), sum(result["wall_s"])
-            at_best = (total["flop"] - total["flop_head"]) / top["layers"] + total["flop_head"] / top["head"]
-            rates["cpu"].append(cpu / len(done))
-            rates["wall"].append(wall / len(done))
-            rates["share"].append(at_best / wall)
-            for what in ("tokens", "supervised"):
-                for per, seconds in (("cpu_s", cpu), ("s", wall)):
-                    speed.setdefault(f"{what}_per_{per}", []).append(total[what] / seconds)
-            found["flop_per_step"], found["seconds_at_ceiling"] = total["flop"] / len(done), at_best / len(done)
-            found["tokens_per_step"] = total["tokens"] / len(done)
-            found["supervised_per_step"] = total["supervised"] / len(done)
+        cpu, wall = (statistics.median(sum(result[key]) for result in taken) for key in ("cpu_s", "wall_s"))
+        losses = taken[0]["losses"]
         arms[arm] = {
-            "cpu_s": statistics.median(rates["cpu"]), "wall_s": statistics.median(rates["wall"]),
-            "share_of_ceiling": statistics.median(rates["share"]),
-            **{key: statistics.median(values) for key, values in speed.items()},
-            "peak_bytes": taken[0]["peak_bytes"], "rss_bytes": max(result["rss_bytes"] for result in taken),
+            "cpu_s": cpu / len(done), "wall_s": wall / len(done),
+            "share_of_ceiling": least[""] / wall, "share_of_ceiling_cpu": least["_cpu"] / cpu,
+            **{f"{what}_per_s": total[what] / wall for what in ("tokens", "supervised")},
+            **{f"{what}_per_cpu_s": total[what] / cpu for what in ("tokens", "supervised")},
+            "peak_bytes": taken[0]["peak_bytes"],
+            # The first process has measured, which takes memory itself.
+            "rss_bytes": max(result["rss_bytes"] for result in taken[1:] or taken),
             "first_step_s": statistics.median(result["first_step_s"] for result in taken),
-            "curve": max(
-                (abs(a / b - 1) for a, b in zip(taken[0]["losses"], first["losses"], strict=True)), default=0.0
-            ),
-            "last_loss": taken[0]["losses"][-1],
+            "curve": max(abs(a / b - 1) for a, b in zip(losses, first, strict=True)), "last_loss": losses[-1],
         }  # fmt: skip
         arms[arm]["times"] = {other: _times(taken, runs[other]) for other in runs if other != arm}
     found["arms"] = arms
@@ -738,7 +740,7 @@ def _times(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]
 
 HEADER = (
     "arm", "CPU-s a step", "s a step", "tokens /s", "trained /s", "tokens /CPU-s", "trained /CPU-s", "peak MB",
-    "RSS MB", "s to first step", "of the ceiling", "loss off by",
+    "RSS MB", "s to first step", "of the ceiling: CPU, wall", "loss off by",
 )  # fmt: skip
 PLAIN = ("trl", "trl-best")
 
@@ -752,7 +754,8 @@ def cells(found: Mapping[str, Any]) -> Iterator[list[str]]:
         numbers = [row[f"{what}_per_{per}"] for per in ("s", "cpu_s") for what in ("tokens", "supervised")]
         yield [
             arm, f"{row['cpu_s']:.2f}", f"{row['wall_s']:.2f}", *(f"{number:,.1f}" for number in numbers), peak,
-            f"{row['rss_bytes'] / 1e6:,.0f}", f"{row['first_step_s']:.1f}", f"{row['share_of_ceiling']:.0%}",
+            f"{row['rss_bytes'] / 1e6:,.0f}", f"{row['first_step_s']:.1f}",
+            f"{row['share_of_ceiling_cpu']:.0%}, {row['share_of_ceiling']:.0%}",
             f"{row['curve']:.3%}" + " !" * (row["curve"] > CURVE_LIMIT),
             *(_ratio(row["times"].get(other)) for other in plainly),
         ]  # fmt: skip
@@ -770,6 +773,9 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         f"{found['supervised_per_step']:,.0f} of them supervised, {job.batch // job.micro} pass(es)."
     )
     for arm, verdict in found["gate"].items():
+        if verdict["refused"]:
+            yield f"{arm} did not do the same work as {verdict['against']} and is left out: {verdict['said']}."
+            continue
         met = "" if verdict["gradient"] <= GRADIENT_TARGET else f" (the aim is {GRADIENT_TARGET:.0e})"
         yield (
             f"Gate, {arm} against {verdict['against']}: first loss {verdict['loss']:.1e} apart, gradients "
@@ -785,7 +791,7 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         f"A step has {found['flop_per_step'] / 1e9:,.0f} GFLOP (finetune.speed: 4 N + 6 P a token, attention, 4 H V "
         f"a supervised token). Plain fp32 products reach {top['layers'] / 1e9:,.0f} GF/s at the layers' shapes with "
         f"{top['tokens']:,.0f} tokens and {top['head'] / 1e9:,.0f} GF/s at the head's with {top['supervised']:,.0f}, "
-        f"so it would take {found['seconds_at_ceiling']:.2f} s."
+        f"so it would take {found['seconds_at_ceiling']:.2f} s, by processor time {found['cpu_s_at_ceiling']:.2f}."
     )
 
 
@@ -800,7 +806,7 @@ def document(results: Mapping[str, Any]) -> str:
         "SmolLM2-135M in fp32. Every arm trains the same rows in the same optimizer steps from one adapter, in a "
         f"process of its own, by turns, {results['repetitions']} times. Seconds are medians; ratios are medians over "
         "neighbours and say more than seconds do. Tokens are real ones, without padding; trained are the supervised "
-        "ones. Peak is the most that torch's tensors held during the second step, RSS the process's own peak. Times "
+        "ones. Peak is the most that torch's tensors held during one step, RSS the process's own peak. Times "
         "trl is how many times faster than `trl` an arm is, by processor and by wall time; below 1 it is slower. The "
         "first step is counted from the start of the process, with imports and loading; no arm tokenizes.",
         "\n".join(f"- `{arm}`: {(ARMS | PEERS)[arm]}." for arm in arms),

@@ -49,7 +49,7 @@ def run(arm: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[s
     monkeypatch.setenv("FINETUNE_CACHE", "")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     grads = folder / f"{arm}.safetensors"
-    return bench.run_arm(arm, folder, 2, bench.Watch(folder, grads, time.time(), False, 1)), grads
+    return bench.run_arm(arm, folder, bench.Watch(folder, grads, time.time(), 1)), grads
 
 
 def test_the_gate_passes_equal_work_and_refuses_moved_labels(
@@ -157,11 +157,11 @@ def test_rows_inside_a_step_may_be_sorted_and_steps_stay() -> None:
 
 
 def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
-    def taken(cpu: list[float], warm: int = 0) -> list[dict[str, Any]]:
+    def taken(cpu: list[float]) -> list[dict[str, Any]]:
         return [
             {
                 "cpu_s": [seconds], "wall_s": [seconds / 2], "losses": [2.0], "peak_bytes": 10**9,
-                "rss_bytes": 2 * 10**9, "first_step_s": 9.0, "warm": warm,
+                "rss_bytes": 2 * 10**9, "first_step_s": 9.0,
             }
             for seconds in cpu
         ]  # fmt: skip
@@ -169,12 +169,14 @@ def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
     found: dict[str, Any] = {
         "about": "rows", "steps": 1, "gate": {}, "runs": {"trl": taken([4, 40, 6]), "finetune": taken([2, 10, 12])},
     }  # fmt: skip
-    counts = [{"tokens": 100, "supervised": 50, "flop": 3e9, "flop_head": 1e9}]
-    bench.summarize(found, counts, {"layers": 4e9, "head": 2e9, "tokens": 100, "supervised": 50})
+    counts = [{}, {"tokens": 100, "supervised": 50, "flop": 3e9, "flop_head": 1e9}]  # after the step to warm up
+    top = {"layers": 4e9, "head": 2e9, "layers_cpu": 2e9, "head_cpu": 1e9, "tokens": 100, "supervised": 50}
+    bench.summarize(found, counts, top)
     assert found["arms"]["finetune"]["times"]["trl"] == {"cpu": 2.0, "wall": 2.0}
     assert found["arms"]["trl"]["times"]["finetune"] == {"cpu": 0.5, "wall": 0.5}
     assert found["seconds_at_ceiling"] == pytest.approx(2e9 / 4e9 + 1e9 / 2e9)
-    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx(1.0 / 5)  # 10 CPU-s are 5 s here
+    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx(1 / 5)  # 10 CPU-s are 5 s here
+    assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx(2 / 10)
     results = {
         "machine": "a machine", "threads": 2, "date": "today", "versions": {"torch": "2"}, "repetitions": 3,
         "minutes": 1, "jobs": {"home": found},
