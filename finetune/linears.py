@@ -91,7 +91,7 @@ class Linears:
         def rule(grad: Tensor) -> list[Tensor | None]:
             nonlocal kept
             spread = tape.new("gradient", kept.shape, 4)  # of the mean
-            tape.passing("square's derivative", size, size)
+            tape.passing("square's derivative", size, size, size)  # x, 2x and the product, in one C++ expression
             del spread
             return [tape.new("gradient", kept.shape, 4)]
 
@@ -205,7 +205,7 @@ class Linears:
                 outputs.append(product(inner, layer, name))
                 tape.passing("low copy", inner.width * math.prod(up.shape) if inner.width < up.width else 0)
         grads: list[Tensor | None] = [None] * len(layers)
-        needs_x, x_width, low = x.source is not None, x.width, inner.width
+        needs_x, x_width, low = x.source is not None, x.width, inner.width  # not x, which need not be kept
 
         def rule(all_there: Tensor) -> list[Tensor | None]:
             kept = inner, narrow
@@ -214,7 +214,7 @@ class Linears:
             for up in b:
                 tape.passing("low copy", low * math.prod(up.shape) if low < up.width else 0)
                 ups.append(tape.cast(tape.new("gradient", up.shape, low), up.width))
-            all_a = tape.cast(tape.new("gradient", (ranks, x.shape[-1]), low), a[0].width)
+            all_a = tape.cast(tape.new("gradient", (ranks, inner.shape[-1]), low), a[0].width)
             downs: list[Tensor | None] = [tape.view(all_a, part.shape) for part in a]
             back = None
             if needs_x:
