@@ -5,6 +5,7 @@ adapter_shapes          the adapters that come of it, layer by layer
 trainable_parameters    their exact count
 storage_bytes           the frozen weights in memory, packed or not
 scale                   the factor before B @ A, said once
+why_alone               whether adapters that share an input run together
 lora_config, quantization_config    the same in peft's and bitsandbytes' words
 """
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.errors import InputError
 from finetune.facts import Facts, Linear
-from finetune.recipe import Full, LoRA, Method, QLoRA
+from finetune.recipe import Full, LoRA, Method, QLoRA, Recipe
 from finetune.tensors import TOWER, Tensor, dtype_bytes, group_of
 
 if TYPE_CHECKING:
@@ -222,6 +223,25 @@ def trainable_parameters(method: Method, facts: Facts) -> int:
 def scale(method: LoRA | QLoRA) -> float:
     """The factor before B @ A: alpha / r, for rslora alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732)."""
     return method.alpha / (math.sqrt(method.rank) if method.variant == "rslora" else method.rank)
+
+
+def why_alone(recipe: Recipe, facts: Facts) -> str | None:
+    """Why peft's own code runs the adapters of a resolved recipe; None where `fast.adapter` does."""
+    method = recipe.method
+    products = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.train.precision)
+    if isinstance(method, Full) or not recipe.fast.adapters:
+        return "there are none" if isinstance(method, Full) else "fast.adapters is false"
+    if method.dropout:
+        return "method.dropout is above 0"
+    if method.variant == "dora":
+        return "method.variant is dora"
+    if facts.conv1d:
+        return "the model's layers are no Linear layers"
+    if products is None and recipe.load.dtype != "float32":
+        return "16-bit weights without autocast get adapters in fp32"
+    if isinstance(method, QLoRA) and recipe.load.dtype != (products or "float32"):
+        return "4-bit products have another type than the rest"
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------ storage

@@ -142,7 +142,7 @@ def load_model(recipe: Recipe, folder: Path, facts: Facts) -> PreTrainedModel | 
 
 
 def attach_adapter(model: PreTrainedModel, recipe: Recipe, facts: Facts) -> PeftModel:
-    """Wrap the targets of `model` in fresh adapters, seeded by the recipe."""
+    """Wrap the targets of `model` in fresh adapters, seeded by the recipe; those with one input run together."""
     from peft import get_peft_model
     from transformers import set_seed
 
@@ -151,6 +151,12 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe, facts: Facts) -> Peft
     set_seed(recipe.train.seed)
     peft_model = get_peft_model(model, method.lora_config(recipe.method, facts))
     trained_in_fp32(peft_model)
+    if (why := method.why_alone(recipe, facts)) is None:
+        from finetune.fast.adapter import attach
+
+        attach(peft_model)
+    else:
+        log.info("peft's own code runs the adapters: %s.", why)
     return peft_model
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from finetune.device import Device
 from finetune.facts import Facts
+from finetune.method import why_alone
 from finetune.recipe import Recipe
 from finetune.steps import Attention, Batch, Loss, Path
 
@@ -111,6 +112,7 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         optimizer=train.optimizer,
         accumulates=train.batch_size > micro * device.count,
         input_grads=checkpointing > 0,
+        grouped=why_alone(recipe, facts) is None,
         **card,
     )
 
