@@ -1,4 +1,4 @@
-"""Adapters that share an input: the trace, the torch-free step and a real step of `fast.adapter` take the same bytes."""
+"""Adapters that share an input: trace, torch-free step and a real step of `fast.adapter` take the same bytes."""
 
 from __future__ import annotations
 
