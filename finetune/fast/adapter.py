@@ -70,8 +70,8 @@ class _Together(torch.autograd.Function):
                     dense = _dense(weight, state, dtype)
                     x_grad = grad @ dense if x_grad is None else x_grad.addmm_(grad, dense)
                     del dense
-            assert x_grad is not None
-            x_grad = x_grad.addmm_(narrow_back, _stacked(a, dtype)).view(inner.shape).to(ctx.dtype)
+            if x_grad is not None:
+                x_grad = x_grad.addmm_(narrow_back, _stacked(a, dtype)).view(inner.shape).to(ctx.dtype)
         return x_grad, None, None, *a_grads, *b_grads
 
 
