@@ -64,6 +64,7 @@ The modules in reading order, which is also the only legal direction of imports:
     launch        several processes of one machine
     ---------------------------------------------------------------- above this line nothing imports torch
     fast.head     the loss on supervised rows only
+    fast.attention  rows that lie end to end, one by one
     fast.adapter  adapters that share an input, as one autograd function
     model         weights on the device, adapter attached
     lengths       how long the rows are, in the model's tokens

@@ -132,7 +132,7 @@ def _kernel(
             query, key, value = (torch.nn.functional.pad(x, (0, pad)) for x in (query, key, value))
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
         return out[..., :-pad] if pad else out
-    if kind == "cpu":
+    if kind in ("cpu", "documents"):
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout, causal, attn_mask=mask, scale=scale
         )[0]

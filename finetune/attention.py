@@ -26,6 +26,8 @@ class Attention(Linears):
             query, key, value = self._linears(x, three)
             query, key, value = self._heads(query, heads), self._heads(key, kv), self._heads(value, kv)
         query, key = self._rotated(query, "query"), self._rotated(key, "key")
+        if self.path.attention == "documents":
+            query, key, value = (self._parted(x) for x in (query, key, value))
         attend = self._eager if self.path.attention in ("eager", "math") else self._kernel
         out = attend(query, key, value)
         out = self._linear(out, layer["o_proj"], "attention output")
@@ -42,6 +44,16 @@ class Attention(Linears):
             return [tape.new("gradient", flat, grad.width)]
 
         return tape.record(out, [x.source], rule)
+
+    def _parted(self, x: Tensor) -> Tensor:
+        """Split into rows that lie end to end; their gradients are put together again."""
+        tape = self.tape
+        shape = x.shape
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            return [tape.new("gradient", shape, grad.width)]
+
+        return tape.record(tape.view(x, shape), [x.source], rule)
 
     def _rotated(self, x: Tensor, what: str) -> Tensor:
         """x * cos + rotate_half(x) * sin."""
@@ -195,4 +207,6 @@ class Attention(Linears):
             return [made[n] if needs[n] else None for n in (0, 1, 2)]
 
         tape.record(out, [query.source, key.source, value.source], rule)
+        if kind == "documents":  # row by row, so that all of them must be put together
+            out = tape.copy(out, "attention, all rows")
         return self._flat(out)

@@ -216,7 +216,9 @@ class _Decoder(Heads):
         if not self.path.checkpointing:  # layers that run again need them again
             self.mask, self.tables = [], []
         tape.bucket, tape.where = "loss", "the loss"
-        loss, output = self._loss(hidden)
+        last = [hidden]
+        del hidden
+        loss, output = self._loss(last)
         del ids
         self._leave_autocast()
         return loss, output if self.path.keeps_output else None
@@ -300,7 +302,7 @@ class _Decoder(Heads):
         shape = (self.rows, 1, self.length, self.length)
         if self.path.attention == "eager":
             self.mask = [self.tape.new("attention mask", shape, width) for _ in range(kinds)]
-        elif self.batch.flat or self.batch.padded:
+        elif self.path.attention != "documents" and (self.batch.flat or self.batch.padded):
             self.mask = [self.tape.new("attention mask", shape, 1) for _ in range(kinds)]
 
     # ------------------------------------------------------------------------------------------------------ layers

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from finetune.device import Device
 from finetune.facts import Facts
+from finetune.heads import head_is_frozen, logits_of
 from finetune.method import why_alone
 from finetune.recipe import Recipe
 from finetune.steps import Attention, Batch, Loss, Path
@@ -106,8 +107,8 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         device=device.kind,
         weights=recipe.load.dtype,
         autocast=_AUTOCAST[train.precision],
-        attention=_attention(recipe, device),
-        loss=loss_of(device),
+        attention=attention_of(recipe, facts, device),
+        loss=loss_of(recipe, facts, device),
         checkpointing=checkpointing,
         optimizer=train.optimizer,
         accumulates=train.batch_size > micro * device.count,
@@ -117,31 +118,47 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
     )
 
 
-def loss_of(device: Device) -> Loss:
-    """On a CPU the toolkit's own head on supervised rows; TRL's would score every position there."""
-    return "supervised" if device.kind == "cpu" else "tiled"
+def loss_of(recipe: Recipe, facts: Facts, device: Device) -> Loss:
+    """On a CPU the toolkit's own heads on supervised rows; TRL's would score every position there."""
+    if device.kind != "cpu":
+        return "tiled"
+    known = logits_of(facts) is not None and head_is_frozen(facts, recipe.method)
+    return "onepass" if recipe.fast.head and known else "supervised"
 
 
-def _attention(recipe: Recipe, device: Device) -> Attention:
+def attention_of(recipe: Recipe, facts: Facts, device: Device) -> Attention:
     """What runs under transformers' name for it."""
     if recipe.load.attention == "eager":
         return "eager"
     if device.kind == "cpu":
-        return "cpu"
+        known = facts.model_type in KEEPS_ROWS_APART and not facts.config.get("use_bidirectional_attention")
+        apart = known and lies_flat(recipe) and not _slides(recipe, facts)
+        return "documents" if recipe.fast.attention and apart else "cpu"
     # torch's flash kernel needs 16-bit inputs and a card from 2020 on; older ones take the memory-efficient kernel.
     modern = device.capability is None or device.capability >= (8, 0)
     wide = recipe.train.precision == "fp32" and recipe.load.dtype == "float32"
     return "flash" if modern and not wide else "efficient"
 
 
+def _slides(recipe: Recipe, facts: Facts) -> bool:
+    """Whether a row may be longer than what a token of some layer sees. Qwen has a window that it does not use."""
+    config, kind = facts.config, facts.model_type
+    if not config.get("use_sliding_window", kind not in ("qwen2", "qwen3")):
+        return False
+    window = config.get("sliding_window", 4096 if kind in ("mistral", "gemma3_text") else None)
+    return window is not None and int(window) < min(recipe.data.max_length, facts.max_position or 2**62)
+
+
 def in_words(path: Path, batch: Batch) -> str:
     """One sentence on what the plan models."""
     attention = {
         "eager": "eager attention (scores in full)", "math": "torch's portable attention",
-        "cpu": "torch's CPU attention kernel", "flash": "the flash attention kernel",
+        "cpu": "torch's CPU attention kernel", "documents": "torch's CPU attention kernel for each row by itself",
+        "flash": "the flash attention kernel",
         "efficient": "the memory-efficient attention kernel",
     }[path.attention]  # fmt: skip
     loss = {
+        "onepass": "logits of supervised rows and their gradient in one pass",
         "supervised": "logits of supervised rows only", "tiled": "TRL's loss head in tiles",
         "library": "transformers' loss over all logits",
     }[path.loss]  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,9 @@ from finetune.allocator import CachingAllocator
 from finetune.as_cuda import LowCopies, fused_4_bit, traced
 from finetune.facts import Facts
 from finetune.fast.adapter import attach
+from finetune.fast.attention import documents
+from finetune.fast.head import onepass_loss, supervised_loss
+from finetune.heads import Logits, logits_of
 from finetune.ledger import Block, Ledger, Peak, by_bucket
 from finetune.meta import constants_of, meta_model, model_config
 from finetune.optimizers import is_paged, state_sizes, step_temporaries
@@ -86,13 +89,14 @@ def simulate(
     model = meta_model(config, method, facts, dtype=path.weights, attention=attention, upcast=path.upcast)
     _prepare(model, path)
     ledger = Ledger(cuda=path.device == "cuda", allocator=CachingAllocator() if path.device == "cuda" else None)
-    watch = Watch(ledger, path)
+    watch = Watch(ledger, path, logits_of(facts) or Logits())
     _load(watch, model, path)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in trained.values():
         parameter.register_post_accumulate_grad_hook(lambda p: watch.rename(p.grad, "gradients"))
     watch.follow(model)
-    with torch.device("meta"), traced(path, batch) as copies, watch:
+    apart = documents(model) if path.attention == "documents" else nullcontext()
+    with apart, torch.device("meta"), traced(path, batch) as copies, watch:
         ids = torch.empty(batch.rows, batch.length, dtype=torch.long)
         if warm_up:
             _step(watch, model, trained, ids, batch, path, copies, first=True)
@@ -193,7 +197,7 @@ def _forward_backward(
 ) -> Any:
     watch.ledger.begin("forward")
     watch.bucket, watch.where = "activations", "forward"
-    loss, output = _loss(model, ids, batch, path, copies)
+    loss, output = _loss(model, ids, batch, path, copies, watch.logits)
     kept = output if path.keeps_output else None
     del output
     watch.ledger.begin("backward")
@@ -219,15 +223,17 @@ class _Autocast:
             return self.module(**inputs)
 
 
-def _loss(model: Any, ids: torch.Tensor, batch: Batch, path: Path, copies: LowCopies) -> tuple[torch.Tensor, Any]:
+def _loss(
+    model: Any, ids: torch.Tensor, batch: Batch, path: Path, copies: LowCopies, logits: Logits
+) -> tuple[torch.Tensor, Any]:
     """The loss by the path's own head, and the output that the trainer may keep."""
     import torch
-
-    from finetune.fast.head import supervised_loss
 
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if batch.flat:
         inputs["position_ids"] = ids
+        if path.attention == "documents":  # how many there are makes no difference to the bytes
+            inputs["cu_seq_lens_q"] = [0, batch.length]
     elif batch.padded:
         inputs["attention_mask"] = torch.empty(ids.shape, dtype=torch.long)
     if path.loss == "library":
@@ -235,9 +241,11 @@ def _loss(model: Any, ids: torch.Tensor, batch: Batch, path: Path, copies: LowCo
             output = model(**inputs)
         return output.loss, output
     places = (torch.empty(batch.supervised, dtype=torch.long), torch.empty(batch.supervised, dtype=torch.long))
+    wrapped = _Autocast(model, copies) if path.autocast else model
     if path.loss == "supervised":
-        wrapped = _Autocast(model, copies) if path.autocast else model
         return supervised_loss(wrapped, inputs, batch.supervised, places), None
+    if path.loss == "onepass":
+        return onepass_loss(wrapped, inputs, batch.supervised, places, logits), None
     with copies:  # inside of the model's forward
         return _tiled_loss(model, inputs, places), None
 
@@ -264,9 +272,9 @@ def _tiled_loss(model: Any, inputs: dict[str, Any], places: tuple[torch.Tensor, 
 class Watch(TorchDispatchMode):
     """Sees each operation below autograd and keeps the ledger of storages."""
 
-    def __init__(self, ledger: Ledger, path: Path) -> None:
+    def __init__(self, ledger: Ledger, path: Path, logits: Logits) -> None:
         super().__init__()
-        self.ledger, self.path = ledger, path
+        self.ledger, self.path, self.logits = ledger, path, logits
         self.bucket, self.where = "weights", "load"
         self.operations = self.resident = 0
         self._live: dict[int, tuple[weakref.ref[Any], Block]] = {}

@@ -70,7 +70,7 @@ def train(
             _check_same_rows(run, data)
             run.write("plan.json", plan.document())
             run.write("data.json", data.counts)
-        trainer = build_trainer(recipe, model, tokenizer, data, run, device, interrupt)
+        trainer = build_trainer(recipe, model, tokenizer, data, run, device, interrupt, facts)
         say(f"Training on {device.count} process{'es' * (device.count > 1)} ({device.name}) into {run.folder}")
         checkpoint = _checkpoint(run, say) if resumed else None
         loss = trainer.fit(checkpoint)

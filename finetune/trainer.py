@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +18,20 @@ from finetune.callbacks import Clock, FiniteLoss, Interrupt, Measure, Progress, 
 from finetune.data import Prepared
 from finetune.device import Device
 from finetune.errors import FinetuneError, InputError
-from finetune.fast.head import IGNORED, supervised_loss
+from finetune.facts import Facts
+from finetune.fast.attention import documents
+from finetune.fast.head import IGNORED, is_plain, onepass_loss, output_head, supervised_loss
+from finetune.heads import Logits, logits_of
 from finetune.model import trained_in_fp32, training_device
-from finetune.paths import lies_flat
+from finetune.paths import lies_flat, path_of
 from finetune.recipe import Recipe
 from finetune.run import Run
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -35,10 +42,13 @@ class Trainer(SFTTrainer):
     model: Any
 
     def __init__(
-        self, *args: Any, clock: Clock, progress: Progress, measure: Measure, order: EpochOrder, **kwargs: Any
-    ) -> None:
+        self, *args: Any, clock: Clock, progress: Progress, measure: Measure, order: EpochOrder,
+        logits: Logits | None, row_by_row: bool, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """`logits`: of a head for `onepass_loss`, None for any other. `row_by_row`: rows lie flat and attend so."""
         super().__init__(*args, **kwargs)
         self.order = order
+        self.logits, self.row_by_row = logits, row_by_row
         self.clock, self.progress, self.measure = clock, progress, measure
         self.tokens_before = 0  # tokens trained before this process took over
         trained_in_fp32(self.model)
@@ -53,13 +63,15 @@ class Trainer(SFTTrainer):
 
         try:
             if checkpoint is None:
-                self.train()
+                with self._attention():
+                    self.train()
             else:
                 state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
                 counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
                 self._total_train_tokens = self.tokens_before = int(counts[-1]) if counts else 0
                 if state.global_step < state.max_steps:
-                    self.train(resume_from_checkpoint=str(checkpoint))
+                    with self._attention():
+                        self.train(resume_from_checkpoint=str(checkpoint))
                 else:  # it was stopped after the last step; transformers would train one more
                     self._load_from_checkpoint(str(checkpoint))
                     self.state = state
@@ -71,6 +83,9 @@ class Trainer(SFTTrainer):
             ) from None
         finally:
             self.progress.close()
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return documents(self.model) if self.row_by_row else nullcontext()
 
     def _mean_loss(self) -> float:
         """Mean over steps: a log entry stands for the steps since the one before it."""
@@ -113,7 +128,10 @@ class Trainer(SFTTrainer):
             self.measure.saw(inputs)
         if return_outputs or self.args.device.type != "cpu":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = supervised_loss(model, inputs, num_items_in_batch)
+        if self.logits is None:
+            loss = supervised_loss(model, inputs, num_items_in_batch)
+        else:
+            loss = onepass_loss(model, inputs, num_items_in_batch, logits=self.logits)
         if self.model.training:
             self._total_train_tokens += self._tokens(inputs)
         self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
@@ -143,6 +161,7 @@ def build_trainer(
     run: Run,
     device: Device,
     interrupt: Interrupt,
+    facts: Facts,
 ) -> Trainer:
     """The trainer of a resolved recipe. Raises `FinetuneError` when fewer processes train than were started."""
     from transformers.trainer_callback import PrinterCallback
@@ -163,7 +182,14 @@ def build_trainer(
     def places(first: int, last: int) -> list[str]:
         return [data.train.place(row) for step in range(first, last + 1) for row in order.rows_of(step)]
 
+    path = path_of(recipe, facts, device)
+    logits = logits_of(facts) if path.loss == "onepass" else None
+    if logits is not None and not is_plain(output_head(model)):
+        log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
+        logits = None
     trainer = Trainer(
+        logits=logits,
+        row_by_row=path.attention == "documents",
         clock=clock,
         progress=progress,
         measure=measure,

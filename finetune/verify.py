@@ -39,7 +39,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="finetune-verify-") as folder:
         run = Run(Path(folder))
         data = Prepared(_rows(plan, recipe.train.batch_size, facts.vocab_size), None, {}, [])
-        trainer = build_trainer(recipe, load(), tokenizer, data, run, device, Interrupt())
+        trainer = build_trainer(recipe, load(), tokenizer, data, run, device, Interrupt(), facts)
         trainer.args.save_strategy = "no"  # with any other, transformers saves at the last step
         trainer.fit(None)
     measure = trainer.measure
