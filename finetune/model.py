@@ -151,6 +151,9 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe, facts: Facts) -> Peft
     set_seed(recipe.train.seed)
     peft_model = get_peft_model(model, method.lora_config(recipe.method, facts))
     trained_in_fp32(peft_model)
+    # TRL and transformers would let the embedding's output require a gradient under checkpointing. Only the reentrant
+    # kind needs that, which is not used here; with it the backward pass goes on below the lowest adapter.
+    setattr(peft_model.get_base_model(), "enable_input_require_grads", _nothing)  # noqa: B010  (types know a method)
     if (why := method.why_alone(recipe, facts)) is None:
         from finetune.fast.adapter import attach
 
@@ -158,6 +161,10 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe, facts: Facts) -> Peft
     else:
         log.info("peft's own code runs the adapters: %s.", why)
     return peft_model
+
+
+def _nothing() -> None:
+    """Stands for a method that has nothing to do."""
 
 
 def trained_in_fp32(model: Any) -> None:

@@ -112,7 +112,6 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         checkpointing=checkpointing,
         optimizer=train.optimizer,
         accumulates=train.batch_size > micro * device.count,
-        input_grads=checkpointing > 0,
         grouped=why_alone(recipe, facts) is None,
         **card,
     )
