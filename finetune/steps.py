@@ -48,7 +48,7 @@ class Path:
     accumulates    gradients of earlier micro-batches are alive during this one
     upcast         peft's prepare_model_for_kbit_training has turned 16-bit weights into fp32
     keeps_output   the model's output (logits) stays alive until the optimizer has stepped
-    input_grads    the embedding's output requires a gradient (TRL and transformers ask for it with checkpointing)
+    input_grads    the embedding's output requires a gradient (reentrant checkpointing needs it, and TRL asks for it)
     grouped        the adapters that share an input run as one autograd function
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
