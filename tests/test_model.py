@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from finetune.device import Device
 from finetune.errors import ModelError
 from finetune.facts import read_facts
 from finetune.model import load_model, load_tokenizer, model_folder
+from finetune.paths import path_of
 from finetune.plan import resolve
 from finetune.recipe import Recipe, parse_recipe
 from tests.tiny import tiny_model
@@ -20,11 +23,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("m") / "tiny")
 
 
-def resolved(base: Path, method: str) -> Recipe:
-    from finetune.device import Device
+LAPTOP = Device("cpu", "test", 10**9, bf16=False)
 
-    recipe = parse_recipe(f"model: {base}\nmethod: {method}\ndata: {{train: x.jsonl, max_length: 64}}\n")
-    return resolve(recipe, read_facts(str(base)), Device("cpu", "test", 10**9, bf16=False))[0]
+
+def resolved(base: Path, method: str, more: str = "") -> Recipe:
+    recipe = parse_recipe(f"model: {base}\nmethod: {method}\ndata: {{train: x.jsonl, max_length: 64}}\n{more}\n")
+    return resolve(recipe, read_facts(str(base)), LAPTOP)[0]
 
 
 def test_4_bit_weights_are_not_repacked_by_an_evaluation(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +48,59 @@ def test_what_is_trained_is_fp32(base: Path, method: str) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     assert trained
     assert {p.dtype for p in trained} == {torch.float32}
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_recomputing_goes_no_lower_than_the_lowest_adapter(base: Path, fast: bool) -> None:
+    """TRL and transformers ask for a gradient at the embedding; the result is the same without, bit by bit."""
+    found = []
+    for asks in (True, False):
+        recipe = resolved(base, "{kind: lora, rank: 4, targets: [layers.1.mlp.down_proj]}")
+        recipe = recipe.model_copy(update={"fast": recipe.fast.model_copy(update={"adapters": fast})})
+        model: Any = load_model(recipe, base, read_facts(str(base))).train()
+        inner = model.get_base_model()
+        if asks:
+            del inner.enable_input_require_grads
+        model.enable_input_require_grads()
+        enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.constant_(parameter, 0.1)
+        reached: list[bool] = []
+        inner.model.layers[0].register_forward_hook(lambda m, i, out, r=reached: r.append(out.requires_grad))
+        ids = torch.arange(30, 46)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert reached[0] is asks
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert len(found[0]) == 2
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "together"),
+    [
+        ("{kind: lora, rank: 4}", "", True),
+        ("{kind: qlora, rank: 4, variant: rslora}", "", True),
+        ("{kind: lora, rank: 4, modules_to_save: [norm]}", "", True),
+        ("{kind: lora, rank: 4}", "fast: {adapters: false}", False),
+        ("{kind: lora, rank: 4, dropout: 0.1}", "", False),
+        ("{kind: lora, rank: 4, variant: dora}", "", False),
+        ("{kind: lora, rank: 4}", "load: {dtype: bfloat16}", False),
+        ("{kind: qlora, rank: 4}", "load: {dtype: float32}\ntrain: {precision: bf16}", False),
+    ],
+)
+def test_the_plan_says_what_the_model_does(
+    base: Path, method: str, more: str, together: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, facts = resolved(base, method, more), read_facts(str(base))
+    with caplog.at_level("INFO", logger="finetune"):
+        model: Any = load_model(recipe, base, facts)
+    adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
+    assert len(adapted) == 14
+    assert {"forward" in vars(m) for m in adapted} == {together}
+    assert path_of(recipe, facts, LAPTOP).grouped is together
+    assert len([said for said in caplog.messages if "peft's own code" in said]) == (not together)
 
 
 def test_the_seed_decides_the_adapter(base: Path) -> None:
