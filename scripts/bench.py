@@ -46,7 +46,7 @@ ARMS = {
     "trl": "SFTTrainer as it comes, but for bf16=False: checkpointing where the job does not forbid it, rows of a "
     "pass in the order of chance, padded to the longest",
     "trl-best": "SFTTrainer with the fastest settings found that change no number: no checkpointing, rows of a step "
-    "sorted by length, padded",
+    "sorted by length, laid end to end with padding_free (on a CPU 5 to 10 % less than padding them)",
     "finetune": "`finetune.train.train` of a recipe that fixes fp32 and the job's numbers and leaves the rest to the "
     "plan",
 }
@@ -377,11 +377,10 @@ def _trl(work: Mapping[str, Any], folder: Path, watch: Watch, *, best: bool, shi
     model = AutoModelForCausalLM.from_pretrained(recipe["model"], dtype=torch.float32)
     keep = work["job"]["checkpointing"] and not best
     options: dict[str, Any] = {} if keep else _no_checkpointing()
-    return _sft(
-        work, _tokenizer(recipe), watch, ordered(work["steps"], longest_first=best, shifted=shifted),
-        options | ({"logging_nan_inf_filter": False} if best else {}),
-        model=model, peft_config=adapter,
-    )  # fmt: skip
+    if best:
+        options |= {"logging_nan_inf_filter": False, "padding_free": work["job"]["micro"] > 1}
+    rows = ordered(work["steps"], longest_first=best, shifted=shifted)
+    return _sft(work, _tokenizer(recipe), watch, rows, options, model=model, peft_config=adapter)
 
 
 def _unsloth(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, Any]:
@@ -444,7 +443,7 @@ def _sft(
             output_dir=output, max_steps=watch.steps, per_device_train_batch_size=job["micro"],
             gradient_accumulation_steps=job["batch"] // job["micro"], learning_rate=job["rate"],
             lr_scheduler_type="constant", seed=42, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
-            logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_length=job["max_length"],
+            logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_length=None,
             train_sampling_strategy="sequential", dataset_kwargs={"skip_prepare_dataset": True}, **options,
         )  # fmt: skip
         trainer = SFTTrainer(args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **kwargs)

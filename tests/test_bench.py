@@ -52,15 +52,20 @@ def run(arm: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[s
     return bench.run_arm(arm, folder, bench.Watch(folder, grads, time.time(), 1)), grads
 
 
+def _pair(ours: tuple[Any, Path], theirs: tuple[Any, Path]) -> tuple[Any, Any, Path, Path]:
+    return ours[0], theirs[0], ours[1], theirs[1]
+
+
 def test_the_gate_passes_equal_work_and_refuses_moved_labels(
     work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = {arm: run(arm, work, monkeypatch) for arm in ("trl", "finetune", bench.SHIFTED)}
-    theirs, their_grads = found["trl"]
-    verdict = bench.gate(found["finetune"][0], theirs, found["finetune"][1], their_grads)
-    assert verdict.passed, str(verdict)
+    found = {arm: run(arm, work, monkeypatch) for arm in ("trl", "trl-best", "finetune", bench.SHIFTED)}
+    theirs, _ = found["trl"]
+    for arm in ("trl-best", "finetune"):
+        verdict = bench.gate(*_pair(found[arm], found["trl"]))
+        assert verdict.passed, str(verdict)
     assert theirs["tokens"] == json.loads((work / "work.json").read_text())["counts"][0]["tokens"]
-    moved = bench.gate(found[bench.SHIFTED][0], theirs, found[bench.SHIFTED][1], their_grads)
+    moved = bench.gate(*_pair(found[bench.SHIFTED], found["trl"]))
     assert moved.counts
     assert not moved.passed
     for result, _ in found.values():
