@@ -16,6 +16,11 @@ CHUNK = 128
 """Rows that `fast.head` takes at once: the least with which the products are about as fast as with more."""
 
 
+def chunk_of(rows: int) -> int:
+    """The size of equal chunks of at least `CHUNK` rows: a short last one would cost as much as a whole one."""
+    return -(-rows // max(rows // CHUNK, 1))
+
+
 @dataclass(frozen=True)
 class Logits:
     """What a model does to its logits behind the head: times `scale`, then `cap` * tanh(logits / `cap`)."""
@@ -113,7 +118,7 @@ class Heads(Attention):
         rows = self._passed(chosen, low, "supervised rows")
         copy = tape.new("low copy of the head", head.shape, low) if head.width != low else None
         made = tape.new("gradient of supervised rows", chosen.shape, low) if chosen.source is not None else None
-        size = (min(CHUNK, self.batch.supervised), facts.vocab_size)
+        size = (chunk_of(self.batch.supervised), facts.vocab_size)
         known = logits_of(facts)
         widths = [low, *([4] if low != 4 else []), *([4] if known and known.cap else [])]
         buffers = [tape.new("logits of one chunk", size, width) for width in widths]

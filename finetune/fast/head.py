@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 # The function must inherit from torch's; this hot module is imported by the commands that train or simulate only.
 import torch  # noqa: TID253
 
-from finetune.heads import CHUNK, Logits
+from finetune.heads import Logits, chunk_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,13 +130,14 @@ class _OnePass(torch.autograd.Function):
         gradient = torch.empty_like(low_rows) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(low, torch.float32)  # sums in fp32, or fp64 for a check of the gradient
         total = torch.zeros((), dtype=wide, device=rows.device)
-        size = (min(CHUNK, len(rows)), len(weight))
+        chunk = chunk_of(len(rows))
+        size = (chunk, len(weight))
         products = torch.empty(size, dtype=low, device=rows.device)
         sums = products if low == wide else torch.empty(size, dtype=wide, device=rows.device)
         cap = logits.cap
         capped = torch.empty_like(sums) if cap else None
-        for start in range(0, len(rows), CHUNK):
-            part, label = low_rows[start : start + CHUNK], labels[start : start + CHUNK, None]
+        for start in range(0, len(rows), max(chunk, 1)):
+            part, label = low_rows[start : start + chunk], labels[start : start + chunk, None]
             product, z = products[: len(part)], sums[: len(part)]
             torch.mm(part, head.t(), out=product)
             if z.dtype != product.dtype:
@@ -157,7 +158,7 @@ class _OnePass(torch.autograd.Function):
                 z.mul_(logits.scale)
             if z.dtype != product.dtype:
                 product.copy_(z)
-            torch.mm(product, head, out=gradient[start : start + CHUNK])
+            torch.mm(product, head, out=gradient[start : start + chunk])
         ctx.save_for_backward(gradient)
         return total
 
