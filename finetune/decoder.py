@@ -330,7 +330,7 @@ class _Decoder(Heads):
             return self._linear(
                 self.tape.mul(up, self._activated(gate), "MLP product"), layer["down_proj"], "MLP down"
             )
-        if not self.path.grouped:
+        if not self.grouped:
             gate = self._activated(self._linear(x, layer["gate_proj"], "MLP gate"))
             up = self._linear(x, layer["up_proj"], "MLP up")
         else:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from finetune.facts import Facts
 from finetune.ledger import Block, Ledger
-from finetune.method import BLOCK
+from finetune.method import BLOCK, FEW_TOKENS
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path
 from finetune.tape import Parameter, Tape, Tensor
@@ -46,6 +46,7 @@ class Linears:
         self.stored = int(dtype_bytes("float32" if path.upcast or isinstance(method, Full) else path.weights))
         self.compute = int(dtype_bytes(path.weights))  # what 4-bit weights are unpacked to
         self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
+        self.grouped = path.grouped and batch.tokens >= FEW_TOKENS
         # peft's 4-bit layer leaves types to autocast if `torch.is_autocast_enabled()` (peft/tuners/lora/bnb.py).
         # Without a device that asks for CUDA's: on a CPU it casts all the same.
         self.peft_sees_autocast = bool(path.autocast) and path.device == "cuda"
@@ -153,7 +154,7 @@ class Linears:
 
     def _linears(self, x: Tensor, layers: Sequence[tuple[Weight, str]]) -> list[Tensor]:
         """The outputs of layers that read one input. The first with an adapter computes the others' too."""
-        adapted = [number for number, (layer, _) in enumerate(layers) if self.path.grouped and layer.a is not None]
+        adapted = [number for number, (layer, _) in enumerate(layers) if self.grouped and layer.a is not None]
         made: dict[int, Tensor] = {}
         for number, (layer, name) in enumerate(layers):
             if number not in made:
@@ -166,7 +167,7 @@ class Linears:
 
     def _linear(self, x: Tensor, layer: Weight, what: str) -> Tensor:
         tape = self.tape
-        if self.path.grouped and layer.a is not None:
+        if self.grouped and layer.a is not None:
             return self._together(x, [(layer, what)])[0]
         result = self._packed_product(x, layer, what) if layer.packed else self._plain(x, layer, what)
         if layer.a is None or layer.b is None:

@@ -225,6 +225,10 @@ def scale(method: LoRA | QLoRA) -> float:
     return method.alpha / (math.sqrt(method.rank) if method.variant == "rslora" else method.rank)
 
 
+FEW_TOKENS = 128
+"""Below this many in a pass, finding out which adapters run together costs more than it saves."""
+
+
 def why_alone(recipe: Recipe, facts: Facts) -> str | None:
     """Why peft's own code runs the adapters of a resolved recipe; None where `fast.adapter` does."""
     method = recipe.method

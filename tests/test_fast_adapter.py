@@ -18,6 +18,11 @@ from finetune.fast import adapter
 from finetune.fast.adapter import attach
 
 IDS = torch.randint(1, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+@pytest.fixture(autouse=True)
+def _short_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "FEW_TOKENS", 1)
+
+
 FAMILIES = ("llama", "gemma2", "qwen2", "phi3", "mistral")
 
 

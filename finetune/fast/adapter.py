@@ -21,6 +21,8 @@ from typing import Any
 import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
 
+from finetune.method import FEW_TOKENS
+
 log = logging.getLogger(__name__)
 
 SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -202,7 +204,7 @@ class _Forward:
         if not args and not kwargs and why_not(layer) is None and not x.is_inference():
             kind = x.device.type
             low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            if _same_types(layer, x, low):
+            if _same_types(layer, x, low) and x.numel() >= FEW_TOKENS * x.shape[-1]:
                 return self.group.run(self.place, x, low)
         return type(layer).forward(layer, x, *args, **kwargs)
 
