@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from finetune.decoder import KNOWN, constant_sizes
 from finetune.device import Device
 from finetune.facts import Facts, facts_of, read_facts
+from finetune.heads import CHUNK
 from finetune.memory import BUCKETS, PHASES, Line, account, static_lines
 from finetune.method import lora_config
 from finetune.model import load_model
@@ -230,6 +231,38 @@ def test_supervised_rows_pay_for_their_own_logits_only(llama: Facts) -> None:
     few, many = (account(lora(), llama, Batch(1, 128, n), path).peak for n in (100, 127))
     # Log-probabilities, their gradient and that of the logits. The frozen head keeps nothing of its input.
     assert many - few == 27 * 3 * 4 * 32_000
+
+
+def step_on_a_cpu(**settings: Any) -> StepPath:
+    usual: dict[str, Any] = {
+        "device": "cpu", "weights": "float32", "autocast": None, "attention": "cpu", "loss": "onepass",
+        "checkpointing": 0, "optimizer": "sgd",
+    }  # fmt: skip
+    return StepPath(**{**usual, **settings})
+
+
+def test_one_pass_in_bf16_holds_the_chunk_in_two_types(gemma: Facts) -> None:
+    low = step_on_a_cpu(weights="bfloat16", autocast="bfloat16")
+    few, some = (account(lora(), gemma, Batch(1, 512, n), low).peak for n in (100, CHUNK))
+    # Logits in bf16, in fp32, and the capped ones; the hidden states and their gradient in bf16.
+    assert some - few == 28 * (256_000 * (2 + 4 + 4) + 2304 * 2 * 2)
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize(("model_type", "low"), [("llama", False), ("llama", True), ("gemma2", False)])
+def test_the_fast_ways_take_what_their_real_code_takes(model_type: str, checkpointing: int, low: bool) -> None:
+    from finetune.simulate import simulate
+
+    facts = small(model_type)
+    types = {"weights": "bfloat16", "autocast": "bfloat16"} if low else {}
+    for batch, attention in (
+        (Batch(2, 192, 300), "eager" if model_type == "gemma2" else "cpu"),
+        (Batch(1, 384, 60, flat=True), "eager" if model_type == "gemma2" else "documents"),
+    ):
+        path = step_on_a_cpu(**types, attention=attention, checkpointing=checkpointing, input_grads=checkpointing > 0)
+        for method in (lora(targets="attention+mlp"), qlora(compute_dtype=path.weights)):
+            traced = max(simulate(facts, method, batch, path).peaks[phase].bytes for phase in PHASES)
+            assert account(method, facts, batch, path).peak == pytest.approx(traced, rel=0.02 if low else 0.003)
 
 
 def test_eager_attention_keeps_the_scores(llama: Facts) -> None:
