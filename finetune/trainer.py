@@ -187,6 +187,11 @@ def build_trainer(
     if logits is not None and not is_plain(output_head(model)):
         log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
         logits = None
+    log.info(
+        "Loss: %s. Attention: %s.",
+        "supervised" if path.loss == "onepass" and logits is None else path.loss,
+        path.attention,
+    )
     trainer = Trainer(
         logits=logits,
         row_by_row=path.attention == "documents",
