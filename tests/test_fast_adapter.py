@@ -18,6 +18,8 @@ from finetune.fast import adapter
 from finetune.fast.adapter import attach
 
 IDS = torch.randint(1, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
 @pytest.fixture(autouse=True)
 def _short_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "FEW_TOKENS", 1)
@@ -405,6 +407,16 @@ def test_any_order_and_any_share_of_the_group(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(part.k_proj(x), right["k_proj"])  # not of the other input
         torch.testing.assert_close(part.k_proj(x), right["k_proj"])  # and twice
         assert calls == [3, 3, 3, 3]
+
+
+def test_few_tokens_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "FEW_TOKENS", 7)
+    part = attention()
+    with counted(monkeypatch) as calls:
+        part.q_proj(torch.randn(2, 3, 64))
+        assert calls == []
+        part.q_proj(torch.randn(1, 7, 64))
+        assert calls == [3]
 
 
 def test_nothing_stale_is_taken() -> None:

@@ -21,6 +21,7 @@ QLORA, LOW_QLORA = (QLoRA(kind="qlora", rank=8, compute_dtype=dtype) for dtype i
 BATCH = Batch(4, 64, 100)
 CASES: dict[str, tuple[Method, Batch, StepPath]] = {
     "lora": (LORA, BATCH, cpu()),
+    "lora, too short to be worth it": (LORA, Batch(2, 60, 20), cpu()),
     "lora, checkpointing": (LORA, BATCH, cpu(**AGAIN)),
     "lora, without input gradients": (LORA, BATCH, cpu(checkpointing=1)),
     "lora, accumulating": (LORA, BATCH, cpu(accumulates=True)),

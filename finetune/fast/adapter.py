@@ -201,10 +201,11 @@ class _Forward:
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = self.group.layers[self.place]
-        if not args and not kwargs and why_not(layer) is None and not x.is_inference():
+        enough = x.numel() >= FEW_TOKENS * x.shape[-1] and not (args or kwargs or x.is_inference())
+        if enough and why_not(layer) is None:
             kind = x.device.type
             low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            if _same_types(layer, x, low) and x.numel() >= FEW_TOKENS * x.shape[-1]:
+            if _same_types(layer, x, low):
                 return self.group.run(self.place, x, low)
         return type(layer).forward(layer, x, *args, **kwargs)
 
