@@ -269,7 +269,7 @@ def test_one_fault_inside_a_list_is_one_message() -> None:
         # Nothing like it anywhere.
         ("serve.workers", "2", "'workers' is not known in 'serve'; known are host, port."),
         ("flux", "1", "'flux' is not known at the top level;"
-         " known are model, load, method, data, train, evaluate, merge, serve."),
+         " known are model, load, method, data, train, fast, evaluate, merge, serve."),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_named_with_the_nearest(path: str, text: str, message: str) -> None:

@@ -204,8 +204,10 @@ def test_rows_of_a_padded_plan_are_all_unequal_and_those_of_another_all_equal() 
     for name in ("smollm2-lora-padded", "smollm2-lora"):
         plan = check_plan.planned(case(name), named_device("h200"), layers=2)[2]
         rows = _rows(plan, 8, 1000)
-        lengths[name] = [len(ids) for ids in rows.input_ids]
-        assert all(0 < sum(label != IGNORED for label in labels) < len(labels) for labels in rows.labels)
+        lengths[name] = rows.lengths.tolist()
+        assert all(
+            0 < sum(label != IGNORED for label in labels) < len(labels) for labels in (row.labels for row in rows)
+        )
     assert lengths["smollm2-lora-padded"] == [512 - number for number in range(16)]
     assert lengths["smollm2-lora"] == [512] * 16
 
