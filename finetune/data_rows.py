@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune import chat, files, formats
-from finetune.chat import IGNORE, Encoded
+from finetune.chat import Encoded
 from finetune.data import Prepared, prepare
 from finetune.duplicates import Side
 from finetune.errors import DataError, InputError
 from finetune.formats import BadRow
+from finetune.overlong import supervised
 from finetune.pieces import Piece, Speller
 from finetune.recipe import Data, Recipe
 
@@ -38,7 +39,7 @@ class Shown:
     @property
     def trained(self) -> int:
         """Tokens that give a loss."""
-        return len(self.row.labels[1:]) - self.row.labels[1:].count(IGNORE)
+        return supervised(self.row)
 
     def document(self) -> dict[str, Any]:
         """For `--json`; `pieces` are [text, how many tokens]."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -101,14 +101,6 @@ def chunks(sources: Sequence[Source], limit: int | None, size: int = 1 << 20) ->
             yield Chunk(index, block)
             if left == 0:
                 return
-
-
-def rows(sources: Iterable[Source], limit: int | None) -> Iterator[tuple[str, Row]]:
-    """The rows of the sources one after the other, the first `limit` of them, with their places in words."""
-    sources = list(sources)
-    for chunk in chunks(sources, limit):
-        for line, row in chunk.rows():
-            yield sources[chunk.source].where(line), row
 
 
 def _blocks(source: Source, size: int) -> Iterator[readers.Block]:

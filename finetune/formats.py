@@ -194,18 +194,6 @@ def to_conversation(row: Mapping[str, Any], fmt: str, system: str | None = None)
     return Conversation(_with_system(said, _optional(row, "system"), system), tools)
 
 
-def to_messages(row: Mapping[str, Any], fmt: str, system: str | None = None) -> list[Message]:
-    """`to_conversation` for callers that know neither tools nor thoughts: a `BadRow` where some would be lost."""
-    messages, tools = to_conversation(row, fmt, system)
-    if tools:
-        raise BadRow("column 'tools' is filled and would be lost", "not supported")
-    for number, message in enumerate(messages):
-        for name in ("tool_calls", "reasoning_content"):
-            if name in message:
-                raise BadRow(f"message {number} has '{name}', which would be lost", "not supported")
-    return messages
-
-
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
     if row.get("history"):
         raise BadRow("column 'history' is filled and would be lost", "not supported")

@@ -246,7 +246,7 @@ def test_rows_in_the_readme_are_one_of_each_layout() -> None:
         for line in text.splitlines():
             row = json.loads(line)
             layout, _ = formats.detect(row)
-            assert formats.to_messages(row, layout)
+            assert formats.to_conversation(row, layout).messages
             found.append(layout)
     assert sorted(set(found)) == sorted({layout for layout, _ in formats.LAYOUTS})
 

@@ -19,8 +19,15 @@ import pytest
 
 from finetune import hub_rows
 from finetune.errors import DataError
-from finetune.files import Source, chunks, find, rows
+from finetune.files import Source, chunks, find
 from finetune.formats import BadRow
+
+
+def rows(sources: list[Source], limit: int | None) -> Iterator[tuple[str, Any]]:
+    """All rows with their places in words."""
+    for chunk in chunks(sources, limit):
+        for line, row in chunk.rows():
+            yield sources[chunk.source].where(line), row
 
 
 def jsonl(path: Path, *found: Any) -> str:
@@ -293,7 +300,8 @@ def test_over_the_wire(tmp_path: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     script = (
         "import json; from finetune import files; found = files.find('org/name'); "
-        "print(json.dumps([found[0].name, found[0].fingerprint(), list(files.rows(found, None))]))"
+        "print(json.dumps([found[0].name, found[0].fingerprint(), "
+        "[[found[c.source].where(n), r] for c in files.chunks(found, None) for n, r in c.rows()]]))"
     )
     environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):

@@ -9,10 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import DataError
-from finetune.formats import BadRow, Conversation, check_columns, detect, renamed, to_conversation, to_messages
+from finetune.formats import BadRow, Conversation, Message, check_columns, detect, renamed, to_conversation
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello."}
+
+
+def to_messages(row: Any, fmt: str, system: str | None = None) -> list[Message]:
+    return to_conversation(row, fmt, system).messages
 
 
 @pytest.mark.parametrize(
@@ -138,8 +142,6 @@ BAD_CHATS = [
     ([USER, {"role": "assistant", "content": True}], "holds true, not text", "not text"),
     ([USER, {"role": "assistant", "content": ["2"]}], r"holds the list \['2'\], not text", "not text"),
     ([USER, {"role": "assistant", "content": {"a": 1}}], "holds the object", "not text"),
-    ([USER, {**REPLY, "tool_calls": [{"name": "f"}]}], "'tool_calls', which would be lost", "not supported"),
-    ([USER, {**REPLY, "thinking": "Hm"}], "'reasoning_content', which would be lost", "not supported"),
     ([USER, {**REPLY, "weight": 0}], "every assistant message is marked as not to be trained", "no reply"),
 ]
 
@@ -164,7 +166,6 @@ def test_a_bad_conversation_has_a_reason(said: Any, reason: str, kind: str) -> N
         ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "alpaca", "'history' is filled"),
         ({"text": " \n"}, "text", "column 'text' is blank"),
         ({"text": None}, "text", "column 'text' is missing or null"),
-        ({"prompt": "x", "completion": "y", "tools": [{"name": "f"}]}, "prompt-completion", "'tools' is filled"),
     ],
 )
 def test_a_bad_row_names_column_and_value(row: dict[str, Any], layout: str, reason: str) -> None:
@@ -325,17 +326,6 @@ def test_what_is_refused_has_a_reason_and_a_kind(turns: list[Any], row: Any, rea
     error = refusal(*turns, **row)
     assert reason in error.reason
     assert error.kind == kind
-
-
-def test_callers_without_tools_lose_none_in_silence() -> None:
-    for row, named in [
-        ({"messages": [USER, REPLY], "tools": [TOOL]}, "'tools' is filled and would be lost"),
-        ({"messages": [USER, ASKS, RESULT, REPLY]}, "message 1 has 'tool_calls', which would be lost"),
-        ({"messages": [USER, {**REPLY, "thinking": "Hm"}]}, "message 1 has 'reasoning_content', which would be lost"),
-    ]:
-        assert to_conversation(row, "messages")
-        with pytest.raises(BadRow, match=named):
-            to_messages(row, "messages")
 
 
 def test_marks_and_thoughts_are_kept() -> None:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 # The function must inherit from torch's; this hot module is imported by the commands that train or simulate only.
 import torch  # noqa: TID253
 
+from finetune import chat
 from finetune.heads import Logits, chunk_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-IGNORED = -100
+IGNORED = chat.IGNORE
 
 
 def supervised_loss(
