@@ -97,7 +97,11 @@ class _Form:
         models = self.models.get(str(loc[0]), [])
         keys = loc[:1] + loc[2:] if len(models) > 1 else loc
         named = 2 if models else 1
-        return (*keys[:named], *(key for key in keys[named:] if isinstance(key, int)))
+        value: Any = self.value
+        for key in keys[:named]:
+            value = value.get(key) if isinstance(value, dict) else None
+        mapped = value if isinstance(value, dict) and "[key]" not in keys else {}
+        return (*keys[:named], *(key for key in keys[named:] if isinstance(key, int) or key in mapped))
 
     def sentence(self, path: Path, item: ErrorDetails) -> str:
         """What is wrong at a path, what the field is, and what to write where that can be guessed."""
@@ -117,7 +121,10 @@ class _Form:
             return f"{name} is {show(got)} but must be {limit}. {field.description}"
         if error == "value_error":
             return f"{name} is {show(got)}: {item['ctx']['error']}. {field.description}"
-        admitted = _admitted(field.annotation)
+        inside = len(path) > 2 and isinstance(
+            path[-1], str
+        )  # an entry of a mapping, all of which are numbers or text
+        admitted = [float] if inside else _admitted(field.annotation)
         words = [word for word in admitted if isinstance(word, str)]
         if isinstance(got, str) and got not in words and (near := nearest(got, words)):
             return f"{name} cannot be {show(got)}; did you mean '{near}'? {field.description}"

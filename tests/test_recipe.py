@@ -198,9 +198,6 @@ def test_a_recipe_cannot_be_changed() -> None:
         ("data.train", "", "cannot be empty. Training rows: a file or glob (.jsonl, .json, .csv, .tsv, .parquet, also"
          " .gz or .zst), a hub data set, or home-intents; several as a list, or as a mapping to how often each row"
          " is taken."),
-        ("data.train", "{rows.jsonl: 0}", "is 0 but must be above 0. Training rows: a file or glob (.jsonl, .json,"
-         " .csv, .tsv, .parquet, also .gz or .zst), a hub data set, or home-intents; several as a list, or as a"
-         " mapping to how often each row is taken."),
         ("data.columns", "{promt: question}", "cannot be 'promt'; did you mean 'prompt'? This toolkit's column names"
          " and the file's, such as {prompt: question, completion: answer}."),
         # A share, a path, or none.
@@ -239,6 +236,13 @@ def test_a_wrong_value_is_named_with_what_to_write(path: str, text: str, message
     key = f"{path.rpartition('.')[2]}:"
     line = next(n for n, found in enumerate(written.splitlines(), 1) if found.strip() == f"{key} {text}".strip())
     assert faults(written) == [f"my.yaml:{line}: {path} {message}"]
+
+
+@pytest.mark.parametrize(("weight", "what"), [("0", "is 0 but must be above 0."), ("yes", "cannot be 'yes'.")])
+def test_a_wrong_weight_is_named_with_its_file(weight: str, what: str) -> None:
+    [message] = faults(field("data.train", f"{{a.jsonl: 1, b.jsonl: {weight}}}"))
+    assert message.startswith(f"my.yaml:6: data.train.b.jsonl {what} Training rows: a file or glob")
+    assert message.endswith("how often each row is taken.")
 
 
 def test_one_fault_inside_a_list_is_one_message() -> None:
