@@ -76,6 +76,7 @@ The modules in reading order, which is also the only legal direction of imports:
     callbacks     what is watched while training
     trainer       everything above -> one SFTTrainer
     generate      a run or a model folder -> text
+    infer         a file of questions -> a file of answers
     merge_layout  which tensor of a merge comes from where
     merge         W + scale * B @ A, shard by shard
     evaluate      held-out rows -> scores

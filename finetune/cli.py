@@ -298,6 +298,33 @@ def serve(
     run_server(target, host, port, say=_say)
 
 
+@app.command(rich_help_panel=WAY)
+def infer(
+    target: Target,
+    rows: Annotated[Path, typer.Option(metavar="FILE", help="Questions: a file in the layout of training rows.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Answers: one JSON line for each line of the questions.")],
+    system: Annotated[Optional[str], typer.Option(help="System message; by default the recipe's.")] = None,  # noqa: UP045
+    base: Annotated[bool, typer.Option("--base", help="Ask the untrained model.")] = False,
+    max_new_tokens: Annotated[Optional[int], typer.Option(min=1, help="Longest answer in tokens.")] = None,  # noqa: UP045
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one batch, prompts and answers.")] = 16_384,
+    as_json: Json = False,
+) -> None:
+    """Answer a file of questions; stopped, it goes on where it was."""
+    with _stdout_for_json(as_json):
+        from finetune.infer import infer as run_inference
+
+        done = run_inference(
+            target, rows, out, max_new_tokens=max_new_tokens, system=system, base=base, batch_tokens=batch_tokens,
+            say=_say,
+        )  # fmt: skip
+    if as_json:
+        _document(done.document())
+        return
+    print(f"Answered {done.answered} of {done.rows} rows into {done.out}")
+    if done.refused:
+        print(f"  {done.refused} rows could not be asked; their lines say why.")
+
+
 # ------------------------------------------------------------------------------------------------------ the ground
 
 

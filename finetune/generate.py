@@ -1,4 +1,4 @@
-"""A run or a model folder -> text. The prompt ids are the ones that training saw (`chat.prompt_ids`)."""
+"""A run, an adapter or a model folder -> text. The prompt ids are the ones that training saw (`chat.prompt_ids`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune import chat
-from finetune.errors import FinetuneError, RunError
+from finetune import adapter_file, chat
+from finetune.errors import FinetuneError, InputError, RunError
 from finetune.formats import Conversation, Message
 from finetune.model import load_base, load_tokenizer, model_folder, training_device
-from finetune.recipe import Recipe
+from finetune.model_files import read_json
+from finetune.recipe import Full
 from finetune.run import Run, open_run
+from finetune.weight_files import read_shard
 
 _WORTH_SHARING = 8  # tokens; below, one more forward pass costs more than it saves
 
@@ -40,33 +42,43 @@ class Speaker:
         self, conversations: Sequence[Conversation], *, max_new_tokens: int, tokens: int = 16_384, bare: bool = False
     ) -> list[Answer]:
         """Greedy replies in the order of the questions; batches of similar length hold about `tokens` tokens."""
+        prompts = [self.prompt(talk) for talk in conversations]
+        batches = self.batches(prompts, max_new_tokens=max_new_tokens, tokens=tokens, bare=bare)
+        answers = dict(pair for batch in batches for pair in batch)
+        return [answers[index] for index in range(len(prompts))]
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """The ids that stand before the reply. Raises `BadRow` when the template cannot carry this conversation."""
+        return chat.prompt_ids(self.tokenizer, conversation.messages, conversation.tools)
+
+    def batches(
+        self, prompts: Sequence[list[int]], *, max_new_tokens: int, tokens: int = 16_384, bare: bool = False
+    ) -> Iterator[list[tuple[int, Answer]]]:
+        """Greedy replies as (place in `prompts`, answer), batch by batch, the shortest prompts first."""
         import torch
 
-        prompts = [chat.prompt_ids(self.tokenizer, talk.messages, talk.tools) for talk in conversations]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        answers: list[Answer | None] = [None] * len(prompts)
         self.model.eval()
-        with torch.inference_mode(), self._adapter_off() if bare else nullcontext():
-            for chosen in _batches(order, [len(p) + max_new_tokens for p in prompts], tokens):
-                for index, answer in zip(
-                    chosen, self._batch([prompts[i] for i in chosen], max_new_tokens), strict=True
-                ):
-                    answers[index] = answer
-        return [answer for answer in answers if answer is not None]
+        for chosen in _batches(order, [len(p) + max_new_tokens for p in prompts], tokens):
+            with torch.inference_mode(), self._adapter_off() if bare else nullcontext():
+                found = self._batch([prompts[i] for i in chosen], max_new_tokens)
+            yield list(zip(chosen, found, strict=True))
 
     def stream(self, messages: list[Message], *, max_new_tokens: int, bare: bool = False) -> Iterator[str]:
         """The reply to one conversation, piece by piece."""
         import torch
-        from transformers import TextIteratorStreamer
+        from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=300)
         ids = torch.tensor([chat.prompt_ids(self.tokenizer, messages)], device=self.model.device)
         failed: list[BaseException] = []
+        left = threading.Event()  # nobody reads any more
 
         def work() -> None:
+            more = {"streamer": streamer, "stopping_criteria": StoppingCriteriaList([lambda *_, **__: left.is_set()])}
             try:
                 with torch.inference_mode(), self._adapter_off() if bare else nullcontext():
-                    self._generate(ids, torch.ones_like(ids), max_new_tokens, streamer=streamer)
+                    self._generate(ids, torch.ones_like(ids), max_new_tokens, **more)
             except BaseException as error:  # handed to the reading thread below
                 failed.append(error)
                 streamer.end()
@@ -74,8 +86,11 @@ class Speaker:
         self.model.eval()
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        yield from (piece for piece in streamer if piece)
-        thread.join()
+        try:
+            yield from (piece for piece in streamer if piece)
+        finally:
+            left.set()
+            thread.join()
         if failed:
             raise FinetuneError(
                 f"The model stopped in the middle of its answer: {failed[0]}.", "Try a shorter question."
@@ -155,44 +170,143 @@ def _batches(order: list[int], lengths: list[int], tokens: int) -> Iterator[list
         yield batch
 
 
-def load_speaker(target: str | Path, *, base: bool = False) -> Speaker:
-    """A run (its adapter on its base, or its full model) or a model, ready to answer.
+@dataclass(frozen=True)
+class Target:
+    """What a user names to be asked, served or exported: whole weights in `model`, and an adapter or none.
 
-    `base` gives a run's untrained model. Raises `RunError` when the run has trained nothing yet.
+    `name` is short and no path: a run's name, or that of a folder or hub model.
+    """
+
+    name: str
+    model: Path
+    adapter: Path | None = None
+    run: Run | None = None
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder with the tokenizer and chat template that go with these weights."""
+        own = self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file()
+        return self.adapter if own and self.adapter is not None else self.model
+
+    @property
+    def system(self) -> str | None:
+        """The system message of the run's rows: the recipe's, or the one that all of them had."""
+        if self.run is None:
+            return None
+        return self.run.recipe().data.system or (self.run.read("data.json") or {}).get("system")
+
+
+def find_target(name: str | Path) -> Target:
+    """The run, adapter folder or model of this name.
+
+    Raises `RunError` for a run that has trained nothing yet, `ModelError` when there is no such model.
     """
     try:
-        run = open_run(target)
+        run = open_run(name)
     except RunError:
-        return _load_plain(str(target))
+        return _plain_target(Path(name), str(name))
     recipe = run.recipe()
-    system = recipe.data.system or (run.read("data.json") or {}).get("system")
-    if base:
+    if run.model.is_dir():
+        return Target(run.name, run.model, run=run)
+    if isinstance(recipe.method, Full) or not run.adapter.is_dir():
+        raise RunError(
+            f"{run.folder} has nothing trained yet.", f"Finish it with `finetune train --resume {run.folder}`."
+        )
+    return Target(run.name, model_folder(recipe.model, recipe.load.revision), run.adapter, run)
+
+
+def _plain_target(path: Path, name: str) -> Target:
+    if not (path / adapter_file.CONFIG).is_file():
+        short = path.resolve().name if path.exists() else name.rpartition("/")[2]
+        if short in ("merged", "model") and (path.resolve().parent / "recipe.yaml").is_file():
+            short = path.resolve().parent.name  # of a run
+        return Target(short.removesuffix(".gguf"), model_folder(name))
+    config = read_json(path / adapter_file.CONFIG)
+    base = str(config.get("base_model_name_or_path") or "")
+    if not base:
+        raise InputError(
+            f"The adapter {path} does not say which base it belongs to.",
+            f"Write the base's name or folder as base_model_name_or_path into {path / adapter_file.CONFIG}.",
+        )
+    return Target(path.resolve().name, model_folder(base, config.get("revision")), path)
+
+
+def load_speaker(name: str | Path, *, base: bool = False) -> Speaker:
+    """A run, an adapter (on its base) or a model, ready to answer.
+
+    `base` gives the untrained model below it. Raises what `find_target` does, and `InputError` when there is no
+    model below or the adapter does not fit its base.
+    """
+    target = find_target(name)
+    if base and target.run is not None:
+        recipe = target.run.recipe()
         folder = model_folder(recipe.model, recipe.load.revision)
-        return Speaker(load_base(recipe, folder), load_tokenizer(recipe), system)
-    return Speaker(*_load_trained(run, recipe), system)
+        return Speaker(load_base(recipe, folder), load_tokenizer(recipe), target.system)
+    if base and target.adapter is None:
+        raise InputError(f"{name} is no run or adapter, so nothing is known below it.", "Name a run or an adapter.")
+    return Speaker(load_target(target, adapter=not base), load_tokenizer_of(target), target.system)
 
 
-def _load_trained(run: Run, recipe: Recipe) -> tuple[Any, Any]:
+def load_tokenizer_of(target: Target) -> Any:
+    """The tokenizer and chat template that a target answers with."""
     from transformers import AutoTokenizer
 
-    if run.model.is_dir():
-        return load_base(recipe, run.model, quantized=False), AutoTokenizer.from_pretrained(run.model)
-    if not run.adapter.is_dir():
-        raise RunError(
-            f"{run.folder} has no trained adapter yet.", f"Finish it with `finetune train --resume {run.folder}`."
-        )
+    return AutoTokenizer.from_pretrained(target.tokenizer)
+
+
+def load_target(target: Target, *, adapter: bool = True) -> Any:
+    """The model, on this process's device; with its adapter attached where it has one."""
+    if target.run is not None:
+        model: Any = load_base(target.run.recipe(), target.model, quantized=target.adapter is not None)
+    else:
+        model = _load_plain(target.model)
+    return attach(model, target.adapter) if adapter and target.adapter is not None else model
+
+
+def attach(model: Any, folder: Path, name: str = "default") -> Any:
+    """`model` with the adapter in `folder`, as peft's model; a further one when it is peft's already.
+
+    Raises `InputError` unless every tensor of the adapter has found its place and every place is filled: peft would
+    warn at most, and the answers would be the bare base's.
+    """
     from peft import PeftModel
 
-    base = load_base(recipe, model_folder(recipe.model, recipe.load.revision))
-    return PeftModel.from_pretrained(base, run.adapter), AutoTokenizer.from_pretrained(run.adapter)
+    if isinstance(model, PeftModel):
+        model.load_adapter(str(folder), name)
+    else:
+        model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+    _check_filled(model, folder, name)
+    return model
 
 
-def _load_plain(name: str) -> Speaker:
+def _check_filled(model: Any, folder: Path, name: str) -> None:
+    from peft import get_peft_model_state_dict
+
+    file = folder / adapter_file.WEIGHTS
+    if not file.is_file():
+        raise InputError(
+            f"The adapter {folder} has no {adapter_file.WEIGHTS}.",
+            "Load and save it once with peft, which writes it.",
+        )
+    stored = set(read_shard(file).tensors)
+    places = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
+    own = {f"base_model.model.{key}" for key in model.get_base_model().state_dict()}
+    kept = {key for key in stored if ".base_layer." in key or key in own}  # base weights that were saved beside it
+    if wrong := sorted((stored - kept) ^ places):
+        raise InputError(
+            f"The adapter {folder} and the places it has in this model do not agree: {_some(wrong)}.",
+            "Use the base it was trained on, and the names that peft's save_pretrained writes.",
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _load_plain(folder: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    folder = model_folder(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": training_device()})
-    if training_device() == "cpu" and model.dtype != torch.float32:
-        model = model.float()  # 16-bit products are slower than fp32 on most CPUs
-    return Speaker(model, AutoTokenizer.from_pretrained(folder))
+    # 16-bit products are slower than fp32 on most CPUs
+    return model.float() if training_device() == "cpu" and model.dtype != torch.float32 else model
