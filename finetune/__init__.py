@@ -61,6 +61,7 @@ The modules in reading order, which is also the only legal direction of imports:
     scores        replies against references -> numbers
     adapter_file  a LoRA adapter as it lies on disk
     model_files   what stands beside the weights: configs, tokenizer, template
+    model_card    what a merged model says of itself
     launch        several processes of one machine
     ---------------------------------------------------------------- above this line nothing imports torch
     fast.head     the loss on supervised rows only
@@ -78,7 +79,10 @@ The modules in reading order, which is also the only legal direction of imports:
     generate      a run or a model folder -> text
     infer         a file of questions -> a file of answers
     merge_layout  which tensor of a merge comes from where
-    merge         W + scale * B @ A, shard by shard
+    merge_math    W + scale * B @ A, some rows at a time
+    merge_folder  a folder that is complete or absent
+    proof         a merged model answers as base plus adapter
+    merge         an adapter folded into its base
     evaluate      held-out rows -> scores
     report        numbers -> what a person likes to read
     plan_page     a plan as a page and as a drawing

@@ -6,6 +6,7 @@ base_model.model.<module>.lora_embedding_A / _B   r x rows, width x r: the same 
 base_model.model.<module>.lora_magnitude_vector   out           DoRA: the length of each row
 base_model.model.<module>.base_layer.weight                     the base weight, kept beside a pair
 base_model.model.<module>.weight                                trained whole (modules_to_save): replaces the base's
+base_model.model.<module>.token_adapter.trainable_tokens_delta  some rows of an embedding: each replaces the base's
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ _PART = re.compile(
 # Each changes what the adapted model computes in a way that W + scale * B @ A does not say.
 _UNSUPPORTED = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "megatron_config",
-    "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora",
+    "monteclora_config", "target_parameters", "use_bdlora", "use_qalora",
 )  # fmt: skip
 # These start values move a part of the base into the adapter: the change is relative to what is left of the base.
+# What PiSSA and OLoRA leave follows from the weight alone; the others drew random numbers or asked data.
 _RESIDUAL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_KNOWN_RESIDUAL = ("pissa", "olora")
+_KEPT = ".token_adapter.base_layer."
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,37 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Rows of an embedding or head that were trained alone: row `indices[n]` becomes row n of `values`."""
+
+    module: str
+    values: Tensor
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Adapter:
-    """An adapter folder by its headers: `pairs` by module, `whole` tensors by name, keys that fit neither."""
+    """An adapter by its headers: `pairs` and `tokens` by module, `whole` tensors by name, and keys that fit none."""
 
     folder: Path
     config: dict[str, Any]
     pairs: dict[str, Pair]
+    tokens: dict[str, Tokens]
     whole: dict[str, Tensor]
     strange: tuple[str, ...]
     tensors: tuple[Tensor, ...]
+
+    @property
+    def start(self) -> str:
+        """`pissa` or `olora` when the pairs stand beside what that start left of the base, else nothing."""
+        start = str(self.config.get("init_lora_weights")).lower()
+        return start if start in _KNOWN_RESIDUAL else ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it only adds: then it can be weighted, and added to others."""
+        magnitudes = any(pair.magnitude or pair.base for pair in self.pairs.values())
+        return not (self.tokens or self.whole or self.start or magnitudes)
 
     @property
     def scale(self) -> float:
@@ -101,8 +128,13 @@ def read_adapter(folder: Path) -> Adapter:
         )
     tensors = tuple(read_shard(folder / WEIGHTS).tensors.values())
     parts, whole, strange = _sort(tensors)
+    rows = {name: whole.pop(name) for name in [*whole] if name.endswith(_TOKENS)}
     pairs = {module: _pair(folder, config, module, found) for module, found in parts.items()}
-    adapter = Adapter(folder, config, pairs, whole, strange, tensors)
+    tokens = {
+        module: Tokens(module, tensor, _indices(folder, config, module, tensor))
+        for module, tensor in ((name.removesuffix(_TOKENS), tensor) for name, tensor in rows.items())
+    }
+    adapter = Adapter(folder, config, pairs, tokens, whole, strange, tensors)
     if wrong := next((tensor for tensor in tensors if tensor.dtype not in FLOATS), None):
         raise InputError(
             f"'{wrong.name}' of the adapter {folder} is stored as {wrong.dtype}.",
@@ -134,7 +166,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "Merge it with peft's merge_and_unload.",
         )
     start = str(config.get("init_lora_weights")).lower()
-    if start.startswith(_RESIDUAL):
+    if start.startswith(_RESIDUAL) and start not in _KNOWN_RESIDUAL:
         raise InputError(
             f"The adapter {folder} starts from '{start}', so it fits the residual of the base and not the base.",
             "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter.",
@@ -150,12 +182,18 @@ def _sort(tensors: Iterable[Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict
     for tensor in tensors:
         name = tensor.name.removeprefix(_PREFIX)
         found = _PART.fullmatch(name)
+        if ".original_module." in name:  # the frozen copy that peft keeps beside a module trained whole
+            continue
+        if ".modules_to_save." in name:  # its second name, written beside the first when a vocabulary was resized
+            continue
         if name == tensor.name or (".lora_" in name and not found):
             strange.append(tensor.name)
         elif found:
             parts.setdefault(found["module"], {})[found["part"].replace("lora_embedding", "embedding")] = tensor
         else:
             whole[name] = tensor
+    for name in [name for name in whole if _KEPT in name]:  # the weight beside rows that were trained alone
+        whole[name.replace(_KEPT, ".")] = whole.pop(name)
     for name in [name for name in whole if ".base_layer." in name]:
         module, _, leaf = name.rpartition(".base_layer.")
         if module in parts and leaf == "weight":
@@ -193,6 +231,23 @@ def _pair(folder: Path, config: Mapping[str, Any], module: str, parts: Mapping[s
     return Pair(module, a, b, lora_scale(config, module), embedding, magnitude, parts.get("base"))
 
 
+def _indices(folder: Path, config: Mapping[str, Any], module: str, values: Tensor) -> tuple[int, ...]:
+    """Which rows `values` are: `trainable_token_indices` is a list for the input embedding, or a list by module."""
+    said = config.get("trainable_token_indices") or []
+    found = said if isinstance(said, list) else next((said[key] for key in said if _ends(module, key)), [])
+    if len(values.shape) != 2 or len(found) != values.shape[0]:
+        raise InputError(
+            f"'{values.name}' of the adapter {folder} has shape {values.shape}, and its config names {len(found)} "
+            "trainable tokens.",
+            f"Put the {CONFIG} beside it that was written with these weights.",
+        )
+    return tuple(found)
+
+
+def _ends(module: str, name: str) -> bool:
+    return f".{module}".endswith(f".{name}")
+
+
 def _check_filled(adapter: Adapter) -> None:
     """Refuse an adapter in which a name in `target_modules` or `modules_to_save` has nothing."""
     targets = adapter.config.get("target_modules")
@@ -202,9 +257,16 @@ def _check_filled(adapter: Adapter) -> None:
         )
         empty = [] if found else [targets]
     else:
-        empty = [name for name in targets or () if not any(f".{pair}".endswith(f".{name}") for pair in adapter.pairs)]
+        empty = [name for name in targets or () if not any(_ends(pair, name) for pair in adapter.pairs)]
     saved = adapter.config.get("modules_to_save") or ()
     empty += [name for name in saved if not any(f".{name}." in f".{tensor}" for tensor in adapter.whole)]
+    tokens = adapter.config.get("trainable_token_indices") or {}
+    named = tokens if isinstance(tokens, dict) else {"": tokens}
+    empty += [
+        name or "trainable_token_indices"
+        for name in named
+        if not any(_ends(m, name) or not name for m in adapter.tokens)
+    ]
     if empty:
         names = ", ".join(f"'{name}'" for name in sorted(empty))
         raise InputError(

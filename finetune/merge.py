@@ -1,49 +1,65 @@
-"""Fold a LoRA adapter into its base: W + scale * B @ A, tensor by tensor, straight from file to file.
+"""Fold a LoRA adapter into its base: W + scale * B @ A, block by block, straight from file to file.
 
     headers of base and adapter -> layout        everything that can be refused is refused before the first weight
-    <output>.part-<pid>/        <- shard by shard, side files, mark, index last
-    <output>/                   <- the same folder, renamed in one step
+    layout -> <output>.part-<pid>/               weights, side files, index; then the proof, the card and the mark
+    <output>/                                    the same folder, renamed in one step
 
-The model is never built, and a tensor that does not change is copied as bytes, so memory stays near the largest
-tensor that does. Whenever the process is stopped, `output` is complete or absent.
+The model is never built, and a tensor that does not change is copied as bytes. Whenever the process is stopped,
+`output` is complete or absent.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from finetune import __version__, adapter_file, weight_files
+from finetune import __version__, adapter_file, embedded, hub_headers, weight_files
 from finetune.adapter_file import Adapter, read_adapter
-from finetune.errors import FinetuneError, InputError, RunError
-from finetune.merge_layout import STORED, Layout, Piece, plan_layout, read_architecture
-from finetune.model import model_folder
+from finetune.data import prepare
+from finetune.errors import FinetuneError, InputError, ModelError, RunError
+from finetune.facts import read_facts
+from finetune.merge_folder import (
+    Progress,
+    check_space,
+    new_folder,
+    write_beside,
+    write_index,
+    write_json,
+    write_text,
+    write_weights,
+)
+from finetune.merge_layout import STORED, FourBits, Layout, Weighted, plan_layout, read_architecture
+from finetune.merge_math import finite, load
+from finetune.model import load_tokenizer, model_folder
+from finetune.model_card import CARD, About, base_name, licence_of, model_card
 from finetune.model_files import MARK, SideFiles, read_json, side_files
-from finetune.recipe import Dtype, Full, QLoRA
+from finetune.proof import NotProvable, Proof, prove
+from finetune.recipe import Dtype, Full, QLoRA, Recipe
 from finetune.run import Run, open_run
-from finetune.weight_files import Shard, Tensor, read_model
+from finetune.weight_files import Shard, read_model
 
-if TYPE_CHECKING:
-    import torch
-
-Progress = Callable[[int, int], None]
+_PROOF_ROWS = 8
+_SENTENCES = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "To merge an adapter into a model, the product of two small matrices is added to each weight.",
+    "1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144,",
+    'def add(a, b):\n    """The sum of two numbers."""\n    return',
+)
 
 
 @dataclass(frozen=True)
 class Merged:
     """What a merge left: `merged` of `tensors` weights were changed, `bytes` counts all weights.
 
-    `scale` is alpha / r, or alpha / sqrt(r) with rsLoRA, of modules that no pattern names.
+    `scale` is alpha / r, or alpha / sqrt(r) with rsLoRA, of modules that no pattern names. `proof` is None where
+    none was asked for, or none could be had; then a note says why.
     """
 
     folder: Path
@@ -53,172 +69,166 @@ class Merged:
     seconds: float
     scale: float
     notes: tuple[str, ...]
+    proof: Proof | None = None
 
     def document(self) -> dict[str, Any]:
         """What `--json` prints."""
         return {**asdict(self), "folder": str(self.folder)}
 
 
+@dataclass(frozen=True)
+class Options:
+    """How to merge. `dtype` auto keeps each tensor's own type, `max_shard` (bytes) None the base's files.
+
+    `rows` are token ids to prove the result on; None proves nothing. `trained` names the weights that the adapter
+    was trained beside in 4 bits, and with `like_training` the merge is made from these.
+    """
+
+    dtype: Dtype = "auto"
+    max_shard: int | None = None
+    rows: Sequence[Sequence[int]] | None = None
+    trained: Mapping[str, FourBits] | None = None
+    like_training: bool = False
+
+
 def merge_adapter(
-    base: Path, adapter: Path, output: Path, *, dtype: Dtype = "auto", progress: Progress | None = None
+    base: Path,
+    adapter: Path | Sequence[tuple[Path, float]],
+    output: Path,
+    options: Options = Options(),  # noqa: B008  (frozen)
+    *,
+    about: About | None = None,
+    progress: Progress | None = None,
 ) -> Merged:
-    """Write `base` with `adapter` folded in to the new folder `output`.
+    """Write `base` with `adapter`, or with several adapters each times its weight, to the new folder `output`.
 
-    Every changed weight is W + scale * B @ A (with DoRA its rows are then given their trained lengths), computed in
-    float32 and rounded once to `dtype`; "auto" keeps each tensor's own type. `progress` is called with the bytes
-    written so far and in all. The same merge again returns the finished folder unchanged.
+    Every changed weight is W + sum of weight * scale * B @ A (`merge_math` has all formulas), computed in float32 and
+    rounded once. `about` goes into the model card. `progress` is called with the bytes written so far and in all. The
+    same merge again returns the finished folder unchanged.
 
-    Raises `InputError` when adapter and base do not fit, `ModelError` for a broken base, and `RunError` when `output`
-    is in use or `base` is itself a merge result.
+    Raises `InputError` when adapter and base do not fit, `ModelError` for a broken base, `RunError` when `output` is
+    in use or `base` is itself a merge result, and `FinetuneError` when the proof fails.
     """
     started = time.monotonic()
-    base, adapter, output = Path(base), Path(adapter), Path(output).resolve()
+    base, output = Path(base), Path(output).resolve()
+    given = [(Path(adapter), 1.0)] if isinstance(adapter, (str, Path)) else adapter
     if (base / MARK).exists():
         raise RunError(
             f"{base} is already a merge result, of {_made_of(base)}.",
             f"Merge into the original base; to add a second adapter on purpose, first remove its {MARK}.",
         )
-    shards, lora = read_model(base), read_adapter(adapter)
-    inputs = _inputs(base, shards, lora, dtype)
+    shards = read_model(base)
+    adapters = [Weighted(read_adapter(folder), weight) for folder, weight in given]
+    inputs = _inputs(base, shards, adapters, options)
     if done := _finished(output, inputs):
         return done
-    layout = plan_layout(base, shards, lora, read_architecture(base), dtype)
-    beside = side_files(base, adapter, dtype=None if dtype == "auto" else dtype, untied=layout.untied)
-    notes = [*beside.notes, *_check_values(lora)]
-    mark = {**inputs, **_counts(layout), "scale": lora.scale, "notes": notes, **_when()}
-    _check_space(output, mark["bytes"])
-    with _new_folder(output) as part:
-        _write_weights(part, layout, mark["bytes"], progress)
-        _write_beside(part, beside, mark)
+    used = (options.trained or {}) if options.like_training else {}
+    layout = plan_layout(base, shards, adapters, read_architecture(base), options.dtype, used)
+    if options.max_shard is not None:
+        layout = layout.in_shards(options.max_shard)
+    dtype = None if options.dtype == "auto" else options.dtype
+    first = adapters[0].adapter.folder
+    beside = side_files(base, first, dtype=dtype, untied=layout.untied, vocabulary=layout.vocabulary)
+    notes = [*beside.notes, *_check_values([each.adapter for each in adapters])]
+    check_space(output, layout.bytes + beside.bytes)
+    with new_folder(output) as part:
+        write_weights(part, layout, progress)
+        write_beside(part, beside)
         if len(layout.files) > 1:
-            _write_index(part, layout, mark["bytes"])
-    return _as_merged(output, {**mark, "notes": [*notes, *_leftovers(output)]}, time.monotonic() - started)
+            write_index(part, layout)
+        proof, said = _prove(base, adapters, part, options, used)
+        notes += said
+        mark = {**inputs, **_counts(layout), "scale": adapters[0].adapter.scale, "notes": notes, **_when()}
+        mark["proof"] = None if proof is None else asdict(proof)
+        write_text(part / CARD, model_card(_about(about, output, base, layout, beside, proof)))
+        write_json(part / MARK, mark)
+    return replace(_as_merged(output, mark), seconds=time.monotonic() - started)
 
 
-def merge(run: Run | str | Path, output: Path | None = None, *, dtype: str | None = None) -> Merged:
-    """Fold the adapter of a run into its base; by default into `<run>/merged` and in the type the recipe names.
-
-    Raises `InputError` for a fully fine-tuned run, `RunError` for one without an adapter yet, and what
-    `merge_adapter` raises.
-    """
-    run = run if isinstance(run, Run) else open_run(run)
-    recipe = run.recipe()
-    if isinstance(recipe.method, Full):
-        raise InputError(
-            f"{run.name} was fully fine-tuned, so there is nothing to merge.", f"Its model is ready in {run.model}."
-        )
-    if not run.adapter.is_dir():
-        raise RunError(
-            f"{run.folder} has no trained adapter yet.", f"Finish it: `finetune train --resume {run.folder}`."
-        )
-    chosen = (dtype or recipe.merge.dtype).replace("keep", "auto")
-    if chosen not in get_args(Dtype):
-        raise InputError(f"'{chosen}' is no type to merge into.", "Give keep, float32, bfloat16 or float16.")
-    base = model_folder(recipe.model, recipe.load.revision)
-    merged = merge_adapter(base, run.adapter, output or run.folder / "merged", dtype=chosen)  # type: ignore[arg-type]
-    if not isinstance(recipe.method, QLoRA):
-        return merged
-    note = (
-        "The adapter was trained beside 4-bit weights and is merged into the 16- or 32-bit ones they were made from."
-    )
-    return replace(merged, notes=(*merged.notes, note))
-
-
-# --------------------------------------------------------------------------------------------- the arithmetic (torch)
-
-
-def _load(tensor: Tensor) -> torch.Tensor:
-    """A stored tensor in its own type."""
-    import torch
-
-    name = next(name for name, stored in STORED.items() if stored == tensor.dtype)
-    dtype: torch.dtype = getattr(torch, name)
-    if not tensor.size:
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(tensor.read(), dtype=dtype).view(tensor.shape)
-
-
-def _finite(values: torch.Tensor) -> bool:
-    """Whether all values are numbers: isfinite of the extremes is several times faster than of every value."""
-    return not values.numel() or all(bool(end.isfinite()) for end in values.aminmax())
-
-
-def merged_weight(piece: Piece) -> torch.Tensor:
-    """The weight of one piece in its final type.
-
-        W' = W + scale * B @ A                                    Hu et al. 2021 (arXiv:2106.09685)
-        W' = m * (W + scale * B @ A) / |W + scale * B @ A|        DoRA, norms by row; Liu et al. 2024 (2402.09353)
-
-    Float32 throughout, whatever base and adapter are stored in, and one rounding at the end.
-    """
-    import torch
-
-    weight = _load(piece.source)
-    result = weight
-    if pair := piece.pair:
-        change = _load(pair.b).float() @ _load(pair.a).float()
-        result = change.T if piece.transposed else change
-        result *= pair.scale
-        result += weight
-        if pair.magnitude:
-            rows = result.T if piece.transposed else result
-            rows *= (_load(pair.magnitude).float() / torch.linalg.norm(rows, dim=1))[:, None]
-    name = next(name for name, stored in STORED.items() if stored == piece.dtype)
-    rounded = result.to(getattr(torch, name))
-    if not _finite(rounded) and _finite(weight):
-        raise InputError(
-            f"'{piece.name}' would hold NaN or infinity as {name}, and the base does not.",
-            "Choose dtype bfloat16 or float32; if that changes nothing, the adapter is broken.",
-        )
-    return rounded
-
-
-def _check_values(lora: Adapter) -> list[str]:
+def _check_values(adapters: Sequence[Adapter]) -> list[str]:
     """Refuse NaN and infinity by name; note an adapter that changes nothing."""
-    changes = bool(lora.whole)
-    factors = {pair.b for pair in lora.pairs.values()}
-    for tensor in lora.tensors:
-        values = _load(tensor)
-        if not _finite(values):
-            raise InputError(
-                f"'{tensor.name}' of the adapter {lora.folder} holds NaN or infinity.",
-                "This training went wrong; merge an earlier checkpoint.",
-            )
-        changes = changes or (tensor in factors and bool(values.any()))
+    changes = False
+    for adapter in adapters:
+        changes = changes or bool(adapter.whole or adapter.tokens or adapter.start)
+        factors = {pair.b for pair in adapter.pairs.values()}
+        for tensor in adapter.tensors:
+            values = load(tensor)
+            if not finite(values):
+                raise InputError(
+                    f"'{tensor.name}' of the adapter {adapter.folder} holds NaN or infinity.",
+                    "This training went wrong; merge an earlier checkpoint.",
+                )
+            changes = changes or (tensor in factors and bool(values.any()))
     return [] if changes else ["Every B of this adapter is zero: the merged model is the base."]
 
 
-def _bytes_of(piece: Piece) -> Iterator[Any]:
-    """The bytes of one piece of the result; unchanged ones are passed on as they are."""
-    import torch
+def _prove(
+    base: Path, adapters: Sequence[Weighted], part: Path, options: Options, used: Mapping[str, FourBits]
+) -> tuple[Proof | None, list[str]]:
+    """The proof of a finished folder and what there is to say about it."""
+    if options.rows is None:
+        return None, []
+    try:
+        proof = prove(base, adapters, part, options.rows, used=used, trained=options.trained)
+    except NotProvable as why:
+        return None, [f"Not proved: {why}. Compare some answers yourself."]
+    notes = []
+    if proof.trained is not None and used:
+        notes.append(
+            "The weights are the 4-bit ones that the adapter was trained beside, unpacked; "
+            f"against the training the logits differ by up to {proof.trained:.2g}, and the most likely token is the "
+            f"same in {proof.trained_same} of {proof.places} places."
+        )
+    elif proof.trained is not None:
+        notes.append(
+            "The adapter was trained beside 4-bit weights and is merged into the 16- or 32-bit ones they were made "
+            f"from: against the training the logits differ by up to {proof.trained:.2g}, and the most likely token "
+            f"is the same in {proof.trained_same} of {proof.places} places. "
+            "--like-training merges into the 4-bit ones."
+        )
+    return proof, notes
 
-    if piece.pair is None and piece.dtype == piece.source.dtype:
-        yield from piece.source.chunks()
-    else:
-        values: Any = merged_weight(piece).contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield memoryview(values)
+
+def _about(
+    about: About | None, output: Path, base: Path, layout: Layout, beside: SideFiles, proof: Proof | None
+) -> About:
+    """All that the card tells."""
+    stored = {piece.dtype: name for piece in layout.pieces for name, short in STORED.items() if short == piece.dtype}
+    said = about or About(output.name, base_name(str(base)), licence_of(str(base), base), "", ())
+    sentence = None if proof is None else proof.sentence()
+    return replace(said, dtype=" and ".join(sorted(stored.values())), stops=beside.stops, proof=sentence)
 
 
 # --------------------------------------------------------------------------------------------- what was merged before
 
 
-def _inputs(base: Path, shards: list[Shard], lora: Adapter, dtype: str) -> dict[str, Any]:
+def _inputs(base: Path, shards: list[Shard], adapters: Sequence[Weighted], options: Options) -> dict[str, Any]:
     """What decides the weights of a merge; equal fingerprints give equal weights."""
+    first, *others = [
+        {
+            "path": str(each.adapter.folder.resolve()),
+            "sha256": weight_files.file_sha256(each.adapter.folder / adapter_file.WEIGHTS),
+            "config_sha256": weight_files.file_sha256(each.adapter.folder / adapter_file.CONFIG),
+            "weight": each.weight,
+        }
+        for each in adapters
+    ]
     return {
         "base": {"path": str(base.resolve()), "sha256": weight_files.fingerprint(shards)},
-        "adapter": {
-            "path": str(lora.folder.resolve()),
-            "sha256": weight_files.file_sha256(lora.folder / adapter_file.WEIGHTS),
-            "config_sha256": weight_files.file_sha256(lora.folder / adapter_file.CONFIG),
-        },
-        "dtype": dtype,
+        "adapter": first,
+        "other_adapters": others,
+        "dtype": options.dtype,
+        "max_shard": options.max_shard,
+        "like_training": options.like_training,
     }
 
 
 def _identity(inputs: Mapping[str, Any]) -> list[Any]:
-    """Fingerprints and type, without the paths: a moved base is the same base."""
-    adapter = inputs["adapter"]
-    return [inputs["base"]["sha256"], adapter["sha256"], adapter["config_sha256"], inputs["dtype"]]
+    """Fingerprints and options, without the paths: a moved base is the same base."""
+    adapters = [inputs["adapter"], *inputs.get("other_adapters", ())]
+    made = [[each["sha256"], each["config_sha256"], each.get("weight", 1.0)] for each in adapters]
+    options = [inputs["dtype"], inputs.get("max_shard"), inputs.get("like_training", False)]
+    return [inputs["base"]["sha256"], *made, *options]
 
 
 def _made_of(folder: Path) -> str:
@@ -244,22 +254,18 @@ def _finished(output: Path, inputs: Mapping[str, Any]) -> Merged | None:
     if sum(tensor.size for shard in read_model(output) for tensor in shard.tensors.values()) != mark["bytes"]:
         raise RunError(f"The output {output} is this very merge, and weights are missing from it.", choose)
     again = f"{output} already holds exactly this merge, made {mark['date']}; nothing was done."
-    return _as_merged(output, {**mark, "notes": [*mark["notes"], again]}, 0.0)
+    return _as_merged(output, {**mark, "notes": [*mark["notes"], again]})
 
 
-def _as_merged(folder: Path, mark: Mapping[str, Any], seconds: float) -> Merged:
-    return Merged(
-        folder, mark["tensors"], mark["merged"], mark["bytes"], seconds, mark["scale"], tuple(mark["notes"])
-    )
+def _as_merged(folder: Path, mark: Mapping[str, Any]) -> Merged:
+    proof = Proof(**mark["proof"]) if mark.get("proof") else None
+    notes = tuple(mark["notes"])
+    return Merged(folder, mark["tensors"], mark["merged"], mark["bytes"], 0.0, mark["scale"], notes, proof)
 
 
 def _counts(layout: Layout) -> dict[str, int]:
     pieces = layout.pieces
-    return {
-        "tensors": len(pieces),
-        "merged": sum(piece.changed for piece in pieces),
-        "bytes": sum(piece.size for piece in pieces),
-    }
+    return {"tensors": len(pieces), "merged": sum(piece.changed for piece in pieces), "bytes": layout.bytes}
 
 
 def _when() -> dict[str, Any]:
@@ -268,80 +274,179 @@ def _when() -> dict[str, Any]:
     return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "versions": versions}
 
 
-# ------------------------------------------------------------------------------------------------------------ writing
+# -------------------------------------------------------------------------------------------------------- of a run
 
 
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its name when the block ends well, and disappears when it does not."""
-    part = output.with_name(f"{output.name}.part-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)  # of a dead process that had this number
-    try:
-        part.mkdir(parents=True)
-        yield part
-        weight_files.flush_folder(part)
-        part.rename(output)
-        weight_files.flush_folder(output.parent)
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise FinetuneError(
-            f"The merge into {output} stopped: {error}.", "Nothing is left of it; merge again."
-        ) from error
-    except BaseException:  # KeyboardInterrupt too
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+@dataclass(frozen=True)
+class Source:
+    """One thing to merge: an adapter folder, and the run it belongs to where there is one."""
+
+    adapter: Path
+    run: Run | None
+
+    @property
+    def name(self) -> str:
+        """What the user knows it by."""
+        return self.run.name if self.run else self.adapter.name
 
 
-def _leftovers(output: Path) -> list[str]:
-    """A note on folders that killed merges left; they are not removed, as another machine may be writing one."""
-    mine = f"{output.name}.part-{os.getpid()}"
-    left = [path.name for path in output.parent.glob(f"{output.name}.part-*") if path.name != mine]
-    return [f"Left by merges that did not end: {', '.join(sorted(left))} in {output.parent}."] if left else []
+def find_source(name: str | Path | Run) -> Source:
+    """A run by folder or name, a checkpoint of it, or a folder with an adapter.
 
-
-def _check_space(output: Path, needed: int) -> None:
-    there = next(folder for folder in output.parents if folder.exists())
-    if (free := shutil.disk_usage(there).free) < needed:
-        raise RunError(
-            f"The merged weights need {needed / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free.",
-            "Free some space or choose another output.",
+    Raises `InputError` for a fully fine-tuned run, and `RunError` for one without an adapter yet or nothing at all.
+    """
+    if not isinstance(name, Run) and (Path(name) / adapter_file.CONFIG).is_file():
+        folder = Path(name).resolve()
+        above = (Run(parent) for parent in folder.parents[:2] if (parent / "recipe.yaml").is_file())
+        return Source(Path(name), next(above, None))
+    run = name if isinstance(name, Run) else open_run(name)
+    if isinstance(run.recipe().method, Full):
+        raise InputError(
+            f"{run.name} was fully fine-tuned, so there is nothing to merge.", f"Its model is ready in {run.model}."
         )
+    if not run.adapter.is_dir():
+        raise RunError(
+            f"{run.folder} has no trained adapter yet.", f"Finish it: `finetune train --resume {run.folder}`."
+        )
+    return Source(run.adapter, run)
 
 
-def _write_weights(part: Path, layout: Layout, total: int, progress: Progress | None) -> None:
-    done = 0
-    for name, pieces in layout.files.items():
-        header = [(piece.name, piece.dtype, piece.source.shape, piece.size) for piece in pieces]
-        with (part / name).open("wb") as file:
-            file.write(weight_files.header_bytes(header, layout.metadata[name]))
-            for piece in pieces:
-                for chunk in _bytes_of(piece):
-                    file.write(chunk)
-                    done += len(chunk)
-                    if progress:
-                        progress(done, total)
-            weight_files.flush(file)
-        weight_files.read_shard(part / name)  # the header's promise against what was written
+def merge(
+    run: Run | str | Path,
+    output: Path | None = None,
+    *,
+    dtype: str | None = None,
+    others: Sequence[str | Path] = (),
+    weights: Sequence[float] = (),
+    base: str | None = None,
+    max_shard: int | None = None,
+    like_training: bool = False,
+    verify: bool = True,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Merged:
+    """Fold the adapter of a run into its base; by default into `<run>/merged` and in the type the recipe names.
+
+    `run` may also be an adapter folder; `others` are added to it, each (it first) times its number in `weights`.
+    `base` names the base of an adapter that came without a run. `name` is what the model card calls the result.
+
+    Raises `InputError` for a fully fine-tuned run or what does not go together, `RunError` for a run without an
+    adapter yet, and what `merge_adapter` raises.
+    """
+    sources = [find_source(each) for each in (run, *others)]
+    if weights and len(weights) != len(sources):
+        raise InputError(
+            f"There are {len(sources)} adapters and {len(weights)} weights.", "Give one weight for each, in order."
+        )
+    first = sources[0]
+    recipe = first.run.recipe() if first.run else None
+    if output is None and (first.run is None or others or weights):
+        raise InputError("This merge has no folder of its own.", "Name one with --output.")
+    folder, model, notes = _base_of(sources, base)
+    chosen = (dtype or (recipe.merge.dtype if recipe else "keep")).replace("keep", "auto")
+    if chosen not in get_args(Dtype):
+        raise InputError(f"'{chosen}' is no type to merge into.", "Give keep, float32, bfloat16 or float16.")
+    target = output or sources[0].adapter.parent / "merged"
+    said: list[str] = []
+    trained = _four_bits(recipe, folder)
+    if like_training and trained is None:
+        raise InputError(
+            f"{first.name} was not trained beside 4-bit weights.", "Leave --like-training out; it is for QLoRA runs."
+        )
+    rows = None
+    if verify:
+        rows, said = _rows(recipe, folder)
+    options = Options(chosen, max_shard, rows, trained, like_training)  # type: ignore[arg-type]
+    pairs = [(each.adapter, weight) for each, weight in zip(sources, weights or [1.0] * len(sources), strict=True)]
+    about = _known(name or Path(target).resolve().name, model, folder, first.run)
+    merged = merge_adapter(folder, pairs, target, options, about=about, progress=progress)
+    return replace(merged, notes=(*notes, *said, *merged.notes))
 
 
-def _write_beside(part: Path, beside: SideFiles, mark: Mapping[str, Any]) -> None:
-    for name, source in beside.copied.items():
-        (part / name).parent.mkdir(exist_ok=True)
-        with source.open("rb") as original, (part / name).open("wb") as copy:
-            shutil.copyfileobj(original, copy)
-            weight_files.flush(copy)
-    for name, value in {**beside.written, MARK: mark}.items():
-        _write_json(part / name, value)
+def _base_of(sources: Sequence[Source], given: str | None) -> tuple[Path, str, list[str]]:
+    """The base of all sources: its folder, its name, and what could not be held against it.
+
+    Raises `InputError` when they were trained on different ones, or on another than the one given.
+    """
+    named = [(each.name, *_named_base(each)) for each in sources]
+    model, revision = (given, None) if given is not None else (named[0][1], named[0][2])
+    if model is None:
+        raise InputError(f"The adapter {sources[0].adapter} does not say what its base is.", "Name it with --base.")
+    folder = model_folder(model, revision)
+    own, notes = None, []
+    for name, other, its_revision in named:
+        if other is None or (other, its_revision) == (model, revision):
+            continue
+        theirs = _fingerprint_here(other, its_revision)
+        own = own or weight_files.fingerprint(read_model(folder))
+        if theirs is None:
+            notes.append(f"{name} names {other} as its base; whether {model} is the same cannot be seen here.")
+        elif theirs != own:
+            raise InputError(
+                f"The adapter of {name} was trained on {other}, and {model} holds other weights.",
+                "Merge it into its own base; adapters for different bases cannot be added.",
+            )
+    return folder, model, notes
 
 
-def _write_index(part: Path, layout: Layout, total: int) -> None:
-    place = {piece.name: name for name, pieces in layout.files.items() for piece in pieces}
-    _write_json(
-        part / weight_files.INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
-    )
+def _named_base(source: Source) -> tuple[str | None, str | None]:
+    """The base that a run or an adapter names, and its revision."""
+    if source.run:
+        recipe = source.run.recipe()
+        return recipe.model, recipe.load.revision
+    config = read_json(source.adapter / adapter_file.CONFIG)
+    return config.get("base_model_name_or_path") or None, config.get("revision")
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    with file.open("wb") as target:
-        target.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-        weight_files.flush(target)
+def _fingerprint_here(model: str, revision: str | None) -> str | None:
+    """The fingerprint of a model that lies on this machine; None for any other."""
+    config = None if Path(model).is_dir() else hub_headers.cached_config(model, revision)
+    try:
+        folder = config.parent if config else model_folder(model, revision) if _is_local(model) else None
+        return None if folder is None else weight_files.fingerprint(read_model(folder))
+    except ModelError:
+        return None
+
+
+def _is_local(model: str) -> bool:
+    return Path(model).exists() or model in embedded.NAMES
+
+
+def _four_bits(recipe: Recipe | None, base: Path) -> dict[str, FourBits] | None:
+    """How QLoRA held the weights of a run while it trained, by tensor; None for any other method."""
+    if recipe is None or not isinstance(recipe.method, QLoRA):
+        return None
+    dtype = "float32" if recipe.load.dtype == "auto" else recipe.load.dtype
+    how = FourBits(recipe.method.quant, recipe.method.double_quant, dtype)
+    return {f"{linear.name}.weight": how for linear in read_facts(str(base)).linears(towers=True)}
+
+
+def _rows(recipe: Recipe | None, base: Path) -> tuple[list[list[int]], list[str]]:
+    """Token ids to prove a merge on: rows of the run, or sentences where they are not here any more."""
+    if recipe is not None:
+        few = min(recipe.data.limit or _PROOF_ROWS, _PROOF_ROWS)
+        data = recipe.data.model_copy(update={"limit": few, "eval": None, "packing": False})
+        try:
+            train = prepare(recipe.model_copy(update={"data": data}), load_tokenizer(recipe)).train
+            return [row.input_ids for row in train], []
+        except FinetuneError as error:
+            return _sentences(base), [f"Proved on sentences, not on the run's rows: {error.what}"]
+    return _sentences(base), []
+
+
+def _sentences(base: Path) -> list[list[int]]:
+    """A few sentences in the base's tokens; numbers where it has no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        return [list(tokenizer(text)["input_ids"]) for text in _SENTENCES]
+    except (OSError, ValueError, KeyError):
+        vocabulary = read_facts(str(base)).vocab_size
+        return [[(7919 * place + number) % vocabulary for place in range(24)] for number in range(4)]
+
+
+def _known(name: str, model: str, folder: Path, run: Run | None) -> About:
+    """What the card tells of a run and its base."""
+    left = {key: run.read(f"{key}.json") for key in ("data", "result", "evaluation")} if run else {}
+    return About(name, base_name(model), licence_of(model, folder), "", (), run.recipe() if run else None, **left)

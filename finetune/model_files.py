@@ -44,6 +44,17 @@ class SideFiles:
     copied: dict[str, Path]
     notes: tuple[str, ...]
 
+    @property
+    def stops(self) -> list[int]:
+        """The tokens at which a server ends an answer."""
+        said = self.written.get(GENERATION, {}).get("eos_token_id", self.written[CONFIG].get("eos_token_id"))
+        return _ids(said)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the copied files."""
+        return sum(file.stat().st_size for file in self.copied.values())
+
 
 def read_json(file: Path) -> dict[str, Any]:
     """One JSON object; raises `ModelError` naming the file."""
@@ -58,11 +69,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def side_files(base: Path, adapter: Path, *, dtype: str | None, untied: bool) -> SideFiles:
+def side_files(
+    base: Path, adapter: Path, *, dtype: str | None, untied: bool, vocabulary: int | None = None
+) -> SideFiles:
     """Everything beside the weights, decided before the first weight is read.
 
     `dtype` is the new type of all weights, or None when each keeps its own; `untied` says that the result has an
-    output head of its own.
+    output head of its own, `vocabulary` that it has another number of tokens.
     """
     config = read_json(base / CONFIG)
     trained = _ids(_optional_json(adapter / GENERATION).get("eos_token_id"))
@@ -76,6 +89,11 @@ def side_files(base: Path, adapter: Path, *, dtype: str | None, untied: bool) ->
             if part is config or (isinstance(part, dict) and "tie_word_embeddings" in part):
                 part["tie_word_embeddings"] = False
         notes.append("tie_word_embeddings is now false: the trained input embedding and output head differ.")
+    if vocabulary is not None:
+        for part in (config, config.get("text_config")):
+            if part is config or (isinstance(part, dict) and "vocab_size" in part):
+                part["vocab_size"] = vocabulary
+        notes.append(f"The vocabulary has {vocabulary:,} tokens now, as the adapter brings them.")
     if set(trained) - set(_ids(config.get("eos_token_id"))):
         config["eos_token_id"] = _union(_ids(config.get("eos_token_id")), trained)
     written = {CONFIG: config}

@@ -44,16 +44,16 @@ class Tensor:
     start: int
     size: int
 
-    def read(self) -> bytearray:
-        """Its bytes, in memory that may be written to."""
-        data = bytearray(self.size)
+    def read(self, begin: int = 0, size: int | None = None) -> bytearray:
+        """Its bytes, or `size` of them from byte `begin`, in memory that may be written to."""
+        data = bytearray(self.size - begin if size is None else size)
         with self.file.open("rb", buffering=0) as source:
-            source.seek(self.start)
+            source.seek(self.start + begin)
             view, done = memoryview(data), 0
-            while done < self.size:
+            while done < len(data):
                 got = source.readinto(view[done : done + _CHUNK])
                 if not got:
-                    raise _cut_short(self.file, f"tensor '{self.name}' ends {self.size - done:,} bytes early")
+                    raise _cut_short(self.file, f"tensor '{self.name}' ends {len(data) - done:,} bytes early")
                 done += got
         return data
 
