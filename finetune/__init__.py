@@ -62,6 +62,8 @@ The modules in reading order, which is also the only legal direction of imports:
     adapter_file  a LoRA adapter as it lies on disk
     model_files   what stands beside the weights: configs, tokenizer, template
     model_card    what a merged model says of itself
+    gate          who may ask a server, and what
+    recorded      one answer of a run, asked again of an endpoint
     launch        several processes of one machine
     ---------------------------------------------------------------- above this line nothing imports torch
     fast.head     the loss on supervised rows only
@@ -93,6 +95,7 @@ The modules in reading order, which is also the only legal direction of imports:
     planning      the verb `plan`, from all sides
     train         the story of one run
     talk          a chat in the terminal
+    endpoint      existing servers as applications in this process
     serve         an OpenAI-compatible endpoint
     cli           the door
 """

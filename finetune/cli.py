@@ -255,12 +255,13 @@ def evaluate(
 def chat(
     target: Target,
     system: Annotated[Optional[str], typer.Option(help="System message; by default the recipe's.")] = None,  # noqa: UP045
+    base: Annotated[bool, typer.Option("--base", help="The untrained model answers too, side by side.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
 ) -> None:
     """Talk to a run or a model in the terminal."""
     from finetune.talk import talk
 
-    talk(target, system=system, max_new_tokens=max_new_tokens)
+    talk(target, system=system, base=base, max_new_tokens=max_new_tokens)
 
 
 @app.command(rich_help_panel=WAY)
@@ -288,14 +289,15 @@ def merge(
 
 @app.command(rich_help_panel=WAY)
 def serve(
-    target: Target,
+    targets: Annotated[list[str], typer.Argument(metavar="RUN|MODEL...", help="One, or adapters of one base.")],
     host: Annotated[Optional[str], typer.Option(help="Address; by default the recipe's, 127.0.0.1.")] = None,  # noqa: UP045
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port; by default the recipe's, 8000.")] = None,  # noqa: UP045
+    name: Annotated[Optional[str], typer.Option(help="Name of the model for clients; by default the run's.")] = None,  # noqa: UP045
 ) -> None:
     """Serve a run or a model behind an OpenAI-compatible endpoint."""
     from finetune.serve import serve as run_server
 
-    run_server(target, host, port, say=_say)
+    run_server(targets, host, port, name=name, say=_say)
 
 
 @app.command(rich_help_panel=WAY)

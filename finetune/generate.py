@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +64,10 @@ class Speaker:
                 found = self._batch([prompts[i] for i in chosen], max_new_tokens)
             yield list(zip(chosen, found, strict=True))
 
-    def stream(self, messages: list[Message], *, max_new_tokens: int, bare: bool = False) -> Iterator[str]:
-        """The reply to one conversation, piece by piece."""
+    def stream(
+        self, messages: list[Message], *, max_new_tokens: int, bare: bool = False
+    ) -> Generator[str, None, None]:
+        """The reply to one conversation, piece by piece; closed, the model stops within a token."""
         import torch
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
