@@ -83,6 +83,7 @@ The modules in reading order, which is also the only legal direction of imports:
     merge_layout  which tensor of a merge comes from where
     merge_math    W + scale * B @ A, some rows at a time
     merge_folder  a folder that is complete or absent
+    publish       a merged folder on the hub
     proof         a merged model answers as base plus adapter
     merge         an adapter folded into its base
     evaluate      held-out rows -> scores

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -266,25 +268,91 @@ def chat(
 
 @app.command(rich_help_panel=WAY)
 def merge(
-    run: RunName,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="A run, a checkpoint of it or an adapter folder; several are added up."
+        ),
+    ],
     output: Annotated[Path | None, typer.Option(help="Folder for the merged model; by default <run>/merged.")] = None,  # noqa: UP045
+    weights: Annotated[
+        str | None, typer.Option(help="How much of each adapter, such as 0.7,0.3; by default all of it.")
+    ] = None,  # noqa: UP045
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The base of an adapter that came without its run.")
+    ] = None,  # noqa: UP045
     dtype: Annotated[Optional[str], typer.Option(help="keep (the base's), float32, bfloat16 or float16.")] = None,  # noqa: UP045
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Largest weight file, such as 5GB; by default the base's files.")
+    ] = None,  # noqa: UP045
+    like_training: Annotated[
+        bool, typer.Option("--like-training", help="Merge a QLoRA run into the 4-bit weights it saw.")
+    ] = False,
+    verify: Annotated[bool, typer.Option(help="Prove that the result answers as base plus adapter.")] = True,
+    push: Annotated[str | None, typer.Option(metavar="HUB_ID", help="Upload the result to the hub, private.")] = None,  # noqa: UP045
+    public: Annotated[bool, typer.Option("--public", help="With --push: for everyone to see.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Fold a run's adapter into its base, shard by shard."""
+    """Fold an adapter into its base, block by block, and prove the result."""
     from finetune.merge import merge as run_merge
+    from finetune.merge import size_of
+    from finetune.publish import check_hub
+    from finetune.publish import push as upload
 
-    with _stdout_for_json(as_json):
-        merged = run_merge(run, output, dtype=dtype)
+    shard = None if max_shard_size is None else size_of(max_shard_size)
+    shares = _shares(weights)
+    if push is not None:
+        check_hub(push)
+    with _stdout_for_json(as_json), _progress("Merging") as progress:
+        merged = run_merge(
+            runs[0], output, dtype=dtype, others=runs[1:], weights=shares, base=base, max_shard=shard,
+            like_training=like_training, verify=verify, name=push, progress=progress,
+        )  # fmt: skip
+    address = upload(merged.folder, push, public=public) if push else None
     if as_json:
-        _document(merged.document())
+        _document({**merged.document(), **({"pushed": address} if push else {})})
         return
     from finetune.report import next_steps
 
     print(f"Merged {merged.merged} of {merged.tensors} tensors ({merged.bytes / 1e9:.2f} GB) into {merged.folder}")
-    for note in merged.notes:
+    for note in [*([merged.proof.sentence()] if merged.proof else []), *merged.notes]:
         print(f"  {note}")
+    if address:
+        print(f"  Uploaded to {address} ({'public' if public else 'private, where it was new'})")
     _show(next_steps([(f"finetune serve {merged.folder}", "an OpenAI-compatible endpoint on 127.0.0.1:8000")]))
+
+
+def _shares(text: str | None) -> tuple[float, ...]:
+    """`0.7,0.3` as numbers. Raises `InputError` for anything else."""
+    try:
+        found = tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        found = (math.nan,)
+    if not all(math.isfinite(number) for number in found):
+        raise InputError(f"--weights {text} is no list of numbers.", "Write one for each adapter, such as 0.7,0.3.")
+    return found
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes on stderr while a person watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @app.command(rich_help_panel=WAY)

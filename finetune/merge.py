@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -275,6 +276,15 @@ def _when() -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------------- of a run
+
+
+def size_of(text: str) -> int:
+    """`5GB` (1e9 bytes), `500MB`, `4GiB` (2**30 bytes) in bytes. Raises `InputError` for anything else."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg])(i?)b", text.strip().lower())
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmg".index(found[2]) if found else 0.0
+    if size < 1:
+        raise InputError(f"'{text}' is no size of a file.", "Write 5GB (1e9 bytes), 500MB or 4GiB (2**30 bytes).")
+    return int(size)
 
 
 @dataclass(frozen=True)

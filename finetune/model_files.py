@@ -23,9 +23,9 @@ _TOKENIZER = (
 )  # fmt: skip
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _NAMED_TEMPLATES = "additional_chat_templates"
-# Weights in any format, and the base's model card, which describes another model.
+# Weights in any format, a cached folder's own marker, and the base's model card, which describes another model.
 _LEFT_OUT = re.compile(
-    r"adapter_config\.json|.*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|npz)|.*\.index\.json|README.*|\..*",
+    r"adapter_config\.json|complete|.*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|npz)|.*\.index\.json|README.*|\..*",
     re.IGNORECASE,
 )
 # Sampling switches and the values with which transformers ignores them.

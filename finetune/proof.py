@@ -71,10 +71,11 @@ class Proof:
 
     def sentence(self) -> str:
         """The proof in words."""
-        rounded = "" if self.rounding <= 2 * self.difference else f", {self.rounding:.2g} with the type's rounding"
+        rounds = self.rounding > 2 * self.difference and self.rounding > 1e-4
+        moved = f"; rounding to its type moves them by up to {self.rounding:.2g}" if rounds else ""
         return (
             f"Proved on {self.rows} rows: logits equal base + adapter to {self.difference:.1g} of {self.largest:.3g}"
-            f"{rounded}; the most likely token is the same in {self.same} of {self.places} places."
+            f"{moved}; the most likely token is the same in {self.same} of {self.places} places."
         )
 
 
