@@ -30,6 +30,7 @@ from finetune.model_files import SideFiles
 
 Progress = Callable[[int, int], None]
 
+_AT_ONCE = 1 << 20  # bytes of one write: with 8 MiB Linux takes ten times the processor time for the same bytes
 _UNFLUSHED = 128 << 20  # bytes; the kernel alone would begin to write after gigabytes, and the disk would idle
 
 
@@ -195,7 +196,7 @@ class _Writer:
                 offset, data = block_bytes(piece, begin, end, self.factors)
         done = 0
         while done < len(data):
-            done += os.pwrite(file, data[done:], place + offset + done)
+            done += os.pwrite(file, data[done : done + _AT_ONCE], place + offset + done)
         return len(data)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VALUES = 1 << 19
 """Values of one block, about."""
 
-COPIED = 8 << 20
+COPIED = 1 << 20
 """Bytes of one block that is only copied."""
 
 Load = Callable[[Tensor], Any]
@@ -114,7 +114,7 @@ def _added(piece: Piece, weight: torch.Tensor, begin: int, end: int, factors: Lo
         change = (b @ a[:, begin:end]).T if piece.transposed else b[begin:end] @ a
         change *= pair.scale
         total = change if total is None else total.add_(change)
-    total += weight
+    total += weight.float()  # twice as fast as adding 16 bits to 32
     if magnitude := piece.pairs[0].magnitude:
         lengths = factors(magnitude).float()
         if piece.transposed:

@@ -28,11 +28,14 @@ from finetune.weight_files import FLOATS, Tensor, read_model
 if TYPE_CHECKING:
     import torch
 
-TOKENS = 192
-"""Tokens of all rows together."""
+ROWS = 4
+"""Rows that are compared."""
 
-ROW = 96
-"""Tokens of one row at most; of a longer one the first are taken."""
+ROW = 48
+"""Tokens of one row; of a longer one the first are taken."""
+
+PLACES = 16
+"""Places of each row, spread over it, whose logits are compared."""
 
 TOLERANCE = 1e-3
 """Largest difference, beside a largest logit of 1, that float32 itself explains."""
@@ -97,6 +100,8 @@ def prove(
     import torch
 
     taken = take(rows)
+    if not taken:
+        raise NotProvable("there are no rows")
     sizes = {tensor.name: tensor.dtype for shard in read_model(merged) for tensor in shard.tensors.values()}
     with torch.inference_mode():
         got = _answers(_Files(merged), merged, (), taken)
@@ -129,14 +134,11 @@ def prove(
 
 
 def take(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The first tokens of the first rows, `TOKENS` in all."""
-    taken: list[list[int]] = []
-    left = TOKENS
-    for row in rows:
-        if left > 0 and len(row) > 0:
-            taken.append([int(token) for token in row[: min(ROW, left)]])
-            left -= len(taken[-1])
-    return taken
+    """The first tokens of some rows, all of one length; the longer ones are preferred to short ones."""
+    longest = max((len(row) for row in rows), default=0)
+    good = [row for row in rows if 2 * len(row) >= min(longest, ROW)][:ROWS]
+    width = min([ROW, *map(len, good)])
+    return [[int(token) for token in row[:width]] for row in good]
 
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -153,7 +155,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> int:
 def _answers(
     files: _Files, folder: Path, adapters: Sequence[Weighted], rows: Sequence[Sequence[int]], like: Path | None = None
 ) -> torch.Tensor:
-    """Logits [places, vocabulary] at every token of the rows, float32."""
+    """Logits [places, vocabulary] at the compared places of the rows, float32."""
     import torch
 
     try:
@@ -163,11 +165,14 @@ def _answers(
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise NotProvable(f"transformers cannot build it ({_first_line(error)})") from None
     _stream(model, replace(files, prefix=prefix, twins=_twins(model)), adapters)
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])  # nothing looks at what stands behind
-    real = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+    places = list(range(len(rows[0])))[:: -max(len(rows[0]) // PLACES, 1)][:PLACES]
+    head = model.get_output_embeddings()
+    if fewer := type(head) is torch.nn.Linear:  # the logits of all places would be larger than any module
+        whole = head.forward
+        setattr(head, "forward", lambda values: whole(values[:, places]))  # noqa: B010  (types know a method)
     try:
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[real].float()
+        logits: torch.Tensor = model(input_ids=torch.tensor(rows), use_cache=False).logits
+        logits = (logits if fewer else logits[:, places]).flatten(0, 1).float()
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise

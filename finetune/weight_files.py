@@ -30,6 +30,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _AGAIN = "Download or save it again."
 _CHUNK = 8 << 20
+_AT_ONCE = 1 << 20
 _SAMPLE = 4096
 
 
@@ -51,7 +52,7 @@ class Tensor:
             source.seek(self.start + begin)
             view, done = memoryview(data), 0
             while done < len(data):
-                got = source.readinto(view[done : done + _CHUNK])
+                got = source.readinto(view[done : done + _AT_ONCE])
                 if not got:
                     raise _cut_short(self.file, f"tensor '{self.name}' ends {len(data) - done:,} bytes early")
                 done += got
