@@ -64,6 +64,9 @@ The modules in reading order, which is also the only legal direction of imports:
     model_card    what a merged model says of itself
     gate          who may ask a server, and what
     recorded      one answer of a run, asked again of an endpoint
+    vllm_rules    what vLLM asks of an adapter
+    converter     llama.cpp's own scripts
+    ollama        a chat template in Ollama's language
     launch        several processes of one machine
     ---------------------------------------------------------------- above this line nothing imports torch
     fast.head     the loss on supervised rows only
@@ -96,6 +99,8 @@ The modules in reading order, which is also the only legal direction of imports:
     planning      the verb `plan`, from all sides
     train         the story of one run
     talk          a chat in the terminal
+    plain_adapter  an adapter with one rank and one scale
+    export        a run for other programs: GGUF, Ollama, vLLM
     endpoint      existing servers as applications in this process
     serve         an OpenAI-compatible endpoint
     cli           the door

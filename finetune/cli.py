@@ -395,6 +395,32 @@ def infer(
         print(f"  {done.refused} rows could not be asked; their lines say why.")
 
 
+@app.command(rich_help_panel=WAY)
+def export(
+    target: Target,
+    to: Annotated[str, typer.Option(help="gguf (llama.cpp), ollama or vllm.")],
+    output: Annotated[Optional[Path], typer.Option(help="Folder; by default <run>/<to>.")] = None,  # noqa: UP045
+    kind: Annotated[str, typer.Option("--type", help="Weights in a GGUF file: f16, q8_0, bf16 or f32.")] = "f16",
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as a GGUF file.")] = False,
+    llama_cpp: Annotated[
+        Optional[Path], typer.Option(metavar="FOLDER", help="A llama.cpp checkout whose converter is used.")  # noqa: UP045
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run for llama.cpp, Ollama or vLLM, and check what was written."""
+    with _stdout_for_json(as_json):
+        from finetune.export import export as run_export
+
+        done = run_export(target, to, output, kind=kind, adapter=adapter, llama_cpp=llama_cpp, say=_say)
+    if as_json:
+        _document(done.document())
+        return
+    for file in done.files:
+        print(f"Wrote {file} ({file.stat().st_size / 1e6:,.1f} MB)")
+    for line in done.lines():
+        print(f"  {line}")
+
+
 # ------------------------------------------------------------------------------------------------------ the ground
 
 
