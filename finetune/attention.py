@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from finetune import kernels
 from finetune.linears import Linears, Weight
 from finetune.tape import Tensor
@@ -24,11 +26,12 @@ class Attention(Linears):
         else:
             three = [(layer["q_proj"], "query"), (layer["k_proj"], "key"), (layer["v_proj"], "value")]
             query, key, value = self._linears(x, three)
+            if self.path.turned:
+                return self._linear(self._rows(query, key, value), layer["o_proj"], "attention output")
             query, key, value = self._heads(query, heads), self._heads(key, kv), self._heads(value, kv)
         query, key = self._rotated(query, "query"), self._rotated(key, "key")
-        if self.path.attention == "documents":
-            query, key, value = (self._parted(x) for x in (query, key, value))
-        attend = self._eager if self.path.attention in ("eager", "math") else self._kernel
+        kinds = {"eager": self._eager, "math": self._eager, "documents": self._rows}
+        attend = kinds.get(self.path.attention, self._kernel)
         out = attend(query, key, value)
         out = self._linear(out, layer["o_proj"], "attention output")
         del query, key, value
@@ -44,16 +47,6 @@ class Attention(Linears):
             return [tape.new("gradient", flat, grad.width)]
 
         return tape.record(out, [x.source], rule)
-
-    def _parted(self, x: Tensor) -> Tensor:
-        """Split into rows that lie end to end; their gradients are put together again."""
-        tape = self.tape
-        shape = x.shape
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            return [tape.new("gradient", shape, grad.width)]
-
-        return tape.record(tape.view(x, shape), [x.source], rule)
 
     def _rotated(self, x: Tensor, what: str) -> Tensor:
         """x * cos + rotate_half(x) * sin."""
@@ -207,6 +200,30 @@ class Attention(Linears):
             return [made[n] if needs[n] else None for n in (0, 1, 2)]
 
         tape.record(out, [query.source, key.source, value.source], rule)
-        if kind == "documents":  # row by row, so that all of them must be put together
-            out = tape.copy(out, "attention, all rows")
+        return self._flat(out)
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`fast.attention`'s function: turns query and key, and keeps what it does not get that way, as one row."""
+        tape, turned = self.tape, self.path.turned
+        query, key, value = self._lowered(query), self._lowered(key), self._lowered(value)
+        needs, sources = value.source is not None, [query.source, key.source, value.source]
+        shapes = [(t.shape, t.width) for t in (query, key, value)]
+        if turned:
+            query, key = (tape.new("turned", t.shape, t.width) for t in (query, key))
+        out = tape.new("attention", query.shape, query.width)
+        tape.passing("attention of one row", out.size * out.width)
+        sums = tape.new("softmax sums", (self.rows, self.facts.heads, self.length), 4)
+        keep = [Tensor(t.storage, t.shape, t.width) for t in (query, key, value, out, sums)]
+        tables = list(self.tables) if turned else []
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            _ = keep, tables
+            made = [tape.new("gradient", *shape) for shape in shapes]
+            size = shapes[0][1] * math.prod(shapes[0][0])  # the kernel's gradients: keys and values for every head
+            tape.passing("attention backward", size, size, size)
+            if turned:
+                made[:2] = [tape.new("gradient", *shape) for shape in shapes[:2]]
+            return [*made] if needs else [None] * 3
+
+        tape.record(out, sources, rule)
         return self._flat(out)

@@ -10,9 +10,10 @@ from torch.utils.data import Sampler  # noqa: TID253
 from transformers import TrainerCallback  # noqa: TID253
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: TID253
 
+from finetune.chat import IGNORE, Encoded
 from finetune.data import Prepared
 from finetune.packing import epoch_order
-from finetune.recipe import Train
+from finetune.recipe import Fast, Train
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,23 +27,76 @@ def numbered(rows: range) -> Dataset:
 
 
 class Collator:
-    """Numbers of rows -> the tensors of one micro-batch, by TRL's collator. Evaluation rows are numbered last."""
+    """Numbers of rows -> the tensors of one micro-batch. Evaluation rows are numbered last.
 
-    def __init__(self, data: Prepared, tokenizer: Any, *, flat: bool) -> None:
-        self._train, self._eval = data.train, data.eval
+    `apart`: attention runs row by row (`fast.attention`), so `laid_out` may leave out what changes nothing; otherwise
+    TRL's collator makes the batch, and lays the rows end to end if it is `flat`.
+    """
+
+    def __init__(self, data: Prepared, tokenizer: Any, *, flat: bool, apart: Fast | None = None) -> None:
+        self._train, self._eval, self._apart = data.train, data.eval, apart
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._collate = DataCollatorForLanguageModeling(pad_token_id=pad or 0, padding_free=flat)
 
     def __call__(self, examples: Sequence[dict[str, int]]) -> dict[str, Any]:
         numbers = [example["row"] for example in examples]
-        first = len(self._train)
-        if numbers[0] < first or self._eval is None:
-            columns = self._train.examples(numbers)
-        else:
-            columns = self._eval.examples([number - first for number in numbers])
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        batch: dict[str, Any] = self._collate(rows)
+        rows, first = self._train, len(self._train)
+        if numbers[0] >= first and self._eval is not None:
+            rows, numbers = self._eval, [number - first for number in numbers]
+        if self._apart is not None:
+            return laid_out(rows.whole(numbers), prefix=self._apart.prefix, tail=self._apart.tail)
+        columns = rows.examples(numbers)
+        batch: dict[str, Any] = self._collate(
+            [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        )
         return batch
+
+
+WORTH_SHARING = 16
+"""Fewer tokens saved than this cost more than they save: one more kernel a layer."""
+
+
+def laid_out(rows: Sequence[Encoded], *, prefix: bool = True, tail: bool = True) -> dict[str, Any]:
+    """Rows end to end in one, without the tokens that change neither loss nor gradient.
+
+        prefix    what all rows begin with stands once, before them, as far as no token of it gives a loss
+        tail      what comes after the last token that predicts a label is left out
+
+    `input_ids`, `position_ids` and `shift_labels` (the label that a token predicts) are [1, tokens], `cu_seq_lens_q`
+    says where the rows begin, the first of them behind what they share. `row_tokens` counts the tokens of the rows.
+    """  # fmt: skip
+    import torch
+
+    kept: list[tuple[list[int], list[int]]] = []
+    free = []  # tokens of each row in front of the first that predicts a label
+    for row in rows:
+        predicts = [*row.labels[1:], IGNORE]
+        where = [n for n, label in enumerate(predicts) if label != IGNORE]
+        end = (where[-1] + 1 if where else 1) if tail else len(predicts)
+        kept.append((row.input_ids[:end], predicts[:end]))
+        free.append(where[0] if where else end - 1)
+    shared = _alike([ids for ids, _ in kept], min(free)) if prefix else 0
+    if shared * (len(rows) - 1) < WORTH_SHARING:
+        shared = 0
+    ids, labels, positions, ends = kept[0][0][:shared], [IGNORE] * shared, [*range(shared)], [shared]
+    for row_ids, row_labels in kept:
+        ids, labels = [*ids, *row_ids[shared:]], [*labels, *row_labels[shared:]]
+        positions += range(shared, len(row_ids))
+        ends.append(len(ids))
+    shift_labels = torch.tensor([labels])
+    return {
+        "input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions]),
+        "labels": shift_labels, "shift_labels": shift_labels, "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32),
+        "row_tokens": torch.tensor(sum(len(row.input_ids) for row in rows)),
+    }  # fmt: skip
+
+
+def _alike(rows: Sequence[Sequence[int]], most: int) -> int:
+    """How many tokens all rows begin with, `most` at most."""
+    first = rows[0][:most]
+    for row in rows[1:]:
+        first = first[: next((n for n, (a, b) in enumerate(zip(first, row, strict=False)) if a != b), len(first))]
+    return min(len(first), *map(len, rows))
 
 
 class EpochOrder(Sampler[int]):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback  # noqa: TID253
 
 from finetune.errors import FinetuneError
-from finetune.fast.head import IGNORED
+from finetune.fast.head import IGNORED, labels_of
 from finetune.measure import Gauge
 from finetune.run import Run
 from finetune.steps import Batch
@@ -63,7 +63,7 @@ class Measure(TrainerCallback):
             return
         self._most = max(self._most, rows * length)
         mask = inputs.get("attention_mask")
-        trained = int((inputs["labels"][:, 1:] != IGNORED).sum())
+        trained = int((labels_of(inputs) != IGNORED).sum())
         padded = mask is not None and not bool(mask.all())
         self.batches.append(Batch(rows, length, max(trained, 1), flat="position_ids" in inputs, padded=padded))
 

@@ -330,11 +330,17 @@ class _Decoder(Heads):
             return self._linear(
                 self.tape.mul(up, self._activated(gate), "MLP product"), layer["down_proj"], "MLP down"
             )
+        pair, last = (
+            [(layer["gate_proj"], "MLP gate"), (layer["up_proj"], "MLP up")],
+            (layer["down_proj"], "MLP down"),
+        )
+        if self.path.lean and self.tape.recording and all(self._joins(part) for part, _ in (*pair, last)):
+            return self._gated(x, pair, last)
         if not self.grouped:
             gate = self._activated(self._linear(x, layer["gate_proj"], "MLP gate"))
             up = self._linear(x, layer["up_proj"], "MLP up")
         else:
-            gate, up = self._linears(x, [(layer["gate_proj"], "MLP gate"), (layer["up_proj"], "MLP up")])
+            gate, up = self._linears(x, pair)
             gate = self._activated(gate)
         product = self.tape.mul(gate, up, "MLP product")
         del gate, up

@@ -10,7 +10,7 @@ x ─┬─> W x ──┬─> y       the same as `fast.adapter` runs it (`Path
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from finetune.facts import Facts
@@ -18,7 +18,7 @@ from finetune.ledger import Block, Ledger
 from finetune.method import BLOCK, FEW_TOKENS
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path
-from finetune.tape import Parameter, Tape, Tensor
+from finetune.tape import Parameter, Shape, Tape, Tensor
 from finetune.tensors import dtype_bytes
 
 
@@ -68,6 +68,8 @@ class Linears:
     def _norm(self, x: Tensor, weight: Parameter) -> Tensor:
         """RMS norm (Zhang and Sennrich 2019). Llama multiplies by its weight in the input's type, Gemma in fp32."""
         tape = self.tape
+        if self.path.lean and not weight.trained and tape.recording:
+            return self._lean_norm(x, weight)
         wide = tape.cast(x, 4, "norm in fp32")
         root = self._inverse_root(wide)
         out = tape.mul(wide, root, "normalised")
@@ -78,6 +80,40 @@ class Linears:
         narrow = tape.cast(out, x.width, "normalised")
         del out
         return self._weighted(narrow, weight, max(x.width, weight.width))
+
+    def _lean_norm(self, x: Tensor, weight: Parameter) -> Tensor:
+        """`fast.layers`' norm: keeps x and the roots; its output can be made again from them."""
+        tape = self.tape
+        kept = Tensor(x.storage, x.shape, x.width)
+        root = tape.new("inverse root", (*x.shape[:-1], 1), 4)
+        tape.passing("squares", *([4 * x.size] * (2 if x.width < 4 else 1)))
+        out = self._normed(x, max(x.width, weight.width) if not self.gemma else x.width)
+        shape, width = x.shape, x.width
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            _ = kept, root
+            wide = tape.new("norm in fp32", shape, 4) if width < 4 else None
+            copy = tape.new("norm in fp32", shape, 4) if grad.width < 4 else None
+            made = tape.new("gradient", shape, 4)
+            del copy
+            tape.passing("backward of the norm", 4 * kept.size)
+            del wide
+            return [tape.cast(made, width)]
+
+        tape.record(out, [x.source], rule)
+        out.again = (kept, root)
+        return out
+
+    def _normed(self, x: Tensor, width: int) -> Tensor:
+        """What the lean norm computes from x and its roots."""
+        tape = self.tape
+        if x.width == 4:
+            return tape.new("norm output", x.shape, 4)
+        scaled = tape.new("normalised", x.shape, 4)
+        tape.passing("norm in fp32", 4 * x.size)
+        low = tape.new("norm output", x.shape, x.width)
+        del scaled
+        return low if width == x.width else tape.new("norm output", x.shape, width)
 
     def _inverse_root(self, x: Tensor) -> Tensor:
         """rsqrt(mean(x^2) + eps), [rows, length, 1]. The square goes as soon as its mean is known."""
@@ -153,21 +189,25 @@ class Linears:
         self.casting = False
 
     def _linears(self, x: Tensor, layers: Sequence[tuple[Weight, str]]) -> list[Tensor]:
-        """The outputs of layers that read one input. The first with an adapter computes the others' too."""
-        adapted = [number for number, (layer, _) in enumerate(layers) if self.grouped and layer.a is not None]
+        """The outputs of layers that read one input. The first of a group computes the others' too."""
+        together = [number for number, (layer, _) in enumerate(layers) if self._joins(layer)]
         made: dict[int, Tensor] = {}
         for number, (layer, name) in enumerate(layers):
             if number not in made:
-                if number in adapted:
-                    outputs = self._together(x, [layers[other] for other in adapted])
-                    made.update(zip(adapted, outputs, strict=True))
+                if number in together:
+                    outputs = self._together(x, [layers[other] for other in together])
+                    made.update(zip(together, outputs, strict=True))
                 else:
                     made[number] = self._linear(x, layer, name)
         return [made[number] for number in range(len(layers))]
 
+    def _joins(self, layer: Weight) -> bool:
+        """Whether `fast.adapter` runs a layer: one with an adapter, or a frozen one that is not packed."""
+        return self.grouped and (layer.a is not None or not (layer.packed or layer.weight.trained))
+
     def _linear(self, x: Tensor, layer: Weight, what: str) -> Tensor:
         tape = self.tape
-        if self.grouped and layer.a is not None:
+        if self._joins(layer):
             return self._together(x, [(layer, what)])[0]
         result = self._packed_product(x, layer, what) if layer.packed else self._plain(x, layer, what)
         if layer.a is None or layer.b is None:
@@ -192,43 +232,20 @@ class Linears:
     def _together(self, x: Tensor, layers: Sequence[tuple[Weight, str]]) -> list[Tensor]:
         """`fast.adapter`'s function: one node that waits for the gradients of all its outputs."""
         tape = self.tape
-        a = [layer.a for layer, _ in layers if layer.a is not None]
-        b = [layer.b for layer, _ in layers if layer.b is not None]
-        ranks = sum(part.shape[0] for part in a)
+        a, b = _adapters(layers)
         with tape.silent():
             inner = self._lowered(Tensor(x.storage, x.shape, x.width))
-            stacked = self._stacked(a, inner.width)
-            narrow = tape.new("adapter, narrow", (*x.shape[:-1], ranks), inner.width)
-            del stacked
-            outputs = []
-            for (layer, name), up in zip(layers, b, strict=True):
-                product = self._packed_product if layer.packed else self._plain
-                outputs.append(product(inner, layer, name))
-                tape.passing("low copy", inner.width * math.prod(up.shape) if inner.width < up.width else 0)
+            outputs, narrow = self._forward_of(inner, layers)
+        kept = (x.again or (inner,)) if a else ()
         grads: list[Tensor | None] = [None] * len(layers)
-        needs_x, x_width, low = x.source is not None, x.width, inner.width  # not x, which need not be kept
+        needs_x, x_width, shape, low, again = x.source is not None, x.width, inner.shape, inner.width, bool(x.again)
+        del inner
 
         def rule(all_there: Tensor) -> list[Tensor | None]:
-            kept = inner, narrow
-            narrow_back = tape.new("gradient", narrow.shape, low)
-            ups: list[Tensor | None] = []
-            for up in b:
-                tape.passing("low copy", low * math.prod(up.shape) if low < up.width else 0)
-                ups.append(tape.cast(tape.new("gradient", up.shape, low), up.width))
-            all_a = tape.cast(tape.new("gradient", (ranks, inner.shape[-1]), low), a[0].width)
-            downs: list[Tensor | None] = [tape.view(all_a, part.shape) for part in a]
-            back = None
-            if needs_x:
-                for layer, _ in layers:
-                    dense = self._dense(layer, low)
-                    back = back or tape.new("gradient", inner.shape, low)
-                    del dense
-                assert back is not None
-                stacked = self._stacked(a, low)
-                del stacked
-                back = tape.cast(back, x_width)
-            del kept, narrow_back
-            return [back, *downs, *ups]
+            back, downs, ups = self._backward_of(
+                layers, narrow, shape, low, needs_x=needs_x, made=lambda: self._again(kept, low) if again else None
+            )
+            return [None if back is None else tape.cast(back, x_width), *downs, *ups]
 
         together = tape.record(tape.new("all outputs", (0,), 1), [x.source, *a, *b], rule)
         for number, output in enumerate(outputs):
@@ -239,6 +256,91 @@ class Linears:
 
             tape.record(output, [together.source], arrived)
         return outputs
+
+    def _forward_of(self, inner: Tensor, layers: Sequence[tuple[Weight, str]]) -> tuple[list[Tensor], Tensor | None]:
+        """`fast.adapter.Linears.forward`: the outputs, and the narrow products with all A."""
+        tape = self.tape
+        a, b = _adapters(layers)
+        outputs = []
+        for layer, name in layers:
+            outputs.append((self._packed_product if layer.packed else self._plain)(inner, layer, name))
+        if not a:
+            return outputs, None
+        stacked = self._stacked(a, inner.width)
+        narrow = tape.new("adapter, narrow", (*inner.shape[:-1], sum(part.shape[0] for part in a)), inner.width)
+        del stacked
+        for up in b:
+            tape.passing("low copy", inner.width * math.prod(up.shape) if inner.width < up.width else 0)
+        return outputs, narrow
+
+    def _backward_of(
+        self, layers: Sequence[tuple[Weight, str]], narrow: Tensor | None, shape: Shape, low: int, *,
+        needs_x: bool, made: Callable[[], object],
+    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+        """`fast.adapter.Linears.backward`: gradients of the input, of all A and of all B."""
+        tape = self.tape
+        a, b = _adapters(layers)
+        downs: list[Tensor | None] = []
+        ups: list[Tensor | None] = []
+        narrow_back = None
+        if narrow is not None:
+            narrow_back = tape.new("gradient", narrow.shape, low)
+            for up in b:
+                tape.passing("low copy", low * math.prod(up.shape) if low < up.width else 0)
+                ups.append(tape.cast(tape.new("gradient", up.shape, low), up.width))
+            inner = made()
+            all_a = tape.cast(tape.new("gradient", (narrow.shape[-1], shape[-1]), low), a[0].width)
+            del inner
+            downs = [tape.view(all_a, part.shape) for part in a]
+        back = None
+        if needs_x:
+            for layer, _ in layers:
+                dense = self._dense(layer, low)
+                back = tape.new("gradient", shape, low)  # what was there goes when the sum is there
+                del dense
+            if a:
+                stacked = self._stacked(a, low)
+                del stacked
+        del narrow_back
+        return back, downs, ups
+
+    def _again(self, kept: tuple[Tensor, ...], low: int) -> Tensor:
+        """The output of a lean norm, made once more in the backward pass."""
+        return self.tape.cast(self._normed(kept[0], kept[0].width), low)
+
+    def _gated(self, x: Tensor, pair: Sequence[tuple[Weight, str]], last: tuple[Weight, str]) -> Tensor:
+        """`fast.layers`' MLP: keeps gate and up; what is made of them is made again."""
+        tape = self.tape
+        (a1, b1), (a2, b2) = _adapters(pair), _adapters([last])
+        with tape.silent():
+            inner = self._lowered(Tensor(x.storage, x.shape, x.width))
+            (gate, up), narrow = self._forward_of(inner, pair)
+            product = tape.new("MLP product", gate.shape, gate.width)
+            (out,), narrow_last = self._forward_of(product, [last])
+            del product
+        kept = (x.again or (inner,)) if a1 else ()
+        needs_x, x_width, shape, low, again = x.source is not None, x.width, inner.shape, inner.width, bool(x.again)
+        del inner
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            act = tape.new("MLP activation", gate.shape, low)
+            inner, downs2, ups2 = self._backward_of(
+                [last],
+                narrow_last,
+                gate.shape,
+                low,
+                needs_x=True,
+                made=lambda: tape.new("MLP product", up.shape, low),
+            )
+            gate_grad = tape.new("gradient", gate.shape, low)
+            del inner
+            back, downs, ups = self._backward_of(
+                pair, narrow, shape, low, needs_x=needs_x, made=lambda: self._again(kept, low) if again else None
+            )
+            del act, gate_grad
+            return [None if back is None else tape.cast(back, x_width), *downs, *ups, *downs2, *ups2]
+
+        return tape.record(out, [x.source, *a1, *b1, *a2, *b2], rule)
 
     def _stacked(self, a: Sequence[Parameter], width: int) -> list[Tensor]:
         """All A as one matrix in the products' type; nothing new where one A has that type already."""
@@ -332,3 +434,9 @@ class Linears:
 
         tape.record(out, [inner.source], rule)
         return tape.cast(out, x.width, what)
+
+
+def _adapters(layers: Sequence[tuple[Weight, str]]) -> tuple[list[Parameter], list[Parameter]]:
+    """All A and all B."""
+    pairs = [(layer.a, layer.b) for layer, _ in layers if layer.a is not None and layer.b is not None]
+    return [a for a, _ in pairs], [b for _, b in pairs]

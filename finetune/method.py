@@ -225,7 +225,7 @@ def scale(method: LoRA | QLoRA) -> float:
     return method.alpha / (math.sqrt(method.rank) if method.variant == "rslora" else method.rank)
 
 
-FEW_TOKENS = 128
+FEW_TOKENS = 32
 """Below this many in a pass, finding out which adapters run together costs more than it saves."""
 
 

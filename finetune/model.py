@@ -155,9 +155,12 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe, facts: Facts) -> Peft
     # kind needs that, which is not used here; with it the backward pass goes on below the lowest adapter.
     setattr(peft_model.get_base_model(), "enable_input_require_grads", _nothing)  # noqa: B010  (types know a method)
     if (why := method.why_alone(recipe, facts)) is None:
+        from finetune.fast import layers
         from finetune.fast.adapter import attach
 
         attach(peft_model)
+        if recipe.fast.layers:
+            layers.attach(peft_model)
     else:
         log.info("peft's own code runs the adapters: %s.", why)
     return peft_model

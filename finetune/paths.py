@@ -13,7 +13,7 @@ from finetune.device import Device
 from finetune.facts import Facts
 from finetune.heads import head_is_frozen, logits_of
 from finetune.method import why_alone
-from finetune.recipe import Recipe
+from finetune.recipe import Full, Recipe
 from finetune.steps import Attention, Batch, Loss, Path
 
 # Families whose masks follow position_ids in eager and sdpa attention; each is tested against separate rows.
@@ -74,8 +74,7 @@ def packing_of(recipe: Recipe, model_type: str, device: Device) -> tuple[Literal
 
 def lies_flat(recipe: Recipe) -> bool:
     """Whether the rows of a micro-batch are laid end to end instead of padded to the longest."""
-    packing = recipe.data.packing
-    return packing is True or (packing == "step" and int(recipe.train.micro_batch) > 1)
+    return recipe.data.packing is True or recipe.data.packing == "step"
 
 
 def batch_of(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None) -> Batch:
@@ -113,8 +112,27 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         optimizer=train.optimizer,
         accumulates=train.batch_size > micro * device.count,
         grouped=why_alone(recipe, facts) is None,
+        lean=lean_of(recipe, facts),
+        turned=turned_of(recipe, facts, device),
         **card,
     )
+
+
+def lean_of(recipe: Recipe, facts: Facts) -> bool:
+    """Whether norms and gated MLPs keep only what they take in: around adapters, in families that are known."""
+    activation = facts.config.get("hidden_activation") or facts.config.get("hidden_act", "silu")
+    if facts.model_type in ("gemma", "gemma2", "gemma3_text"):
+        activation = facts.config.get("hidden_activation") or "gelu_pytorch_tanh"
+    known = facts.model_type in KEEPS_ROWS_APART and activation in ("silu", "swish", "gelu_pytorch_tanh")
+    return known and recipe.fast.layers and why_alone(recipe, facts) is None
+
+
+def turned_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
+    """Whether attention row by row turns queries and keys as well: where these and the tables have one type."""
+    kind = facts.model_type in ("llama", "mistral", "qwen2", "gemma")
+    weights = "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
+    one_type = weights == (_AUTOCAST[recipe.train.precision] or weights)
+    return kind and one_type and attention_of(recipe, facts, device) == "documents"
 
 
 def loss_of(recipe: Recipe, facts: Facts, device: Device) -> Loss:

@@ -211,6 +211,9 @@ class Fast(_Part):
     head: bool = Field(True, description="Logits and their gradient in one pass over the rows that give a loss.")
     attention: bool = Field(True, description="Rows that lie end to end attend one by one, without a mask over all.")
     adapters: bool = Field(True, description="The adapters that share an input run as one autograd function.")
+    layers: bool = Field(True, description="Norms and gated MLPs keep for the backward pass only what they take in.")
+    prefix: bool = Field(True, description="What all rows of a micro-batch begin with, a system prompt, runs once.")
+    tail: bool = Field(True, description="Tokens behind the last one that predicts a trained token are not run.")
 
 
 class Evaluate(_Part):

@@ -40,7 +40,7 @@ class Path:
     weights        type of the model's frozen weights (full fine-tuning: of all of them)
     autocast       type that autocast computes products in; None without autocast
     attention      eager (scores and mask in full), or the kernel behind sdpa: cpu, flash, efficient, math;
-                   documents is cpu for each of the rows that lie end to end
+                   documents is cpu for each of the rows that lie end to end (`fast.attention`)
     checkpointing  0 keeps all activations; n recomputes every n-th layer in the backward pass
     loss           onepass (this toolkit's head on supervised rows, its gradient made in the forward pass),
                    supervised (the same rows, by autograd), tiled (TRL's head, vocabulary in tiles),
@@ -49,7 +49,9 @@ class Path:
     upcast         peft's prepare_model_for_kbit_training has turned 16-bit weights into fp32
     keeps_output   the model's output (logits) stays alive until the optimizer has stepped
     input_grads    the embedding's output requires a gradient (reentrant checkpointing needs it, and TRL asks for it)
-    grouped        the adapters that share an input run as one autograd function
+    grouped        the layers that share an input run as one autograd function (`fast.adapter`)
+    lean           norms and gated MLPs keep only what they take in (`fast.layers`)
+    turned         `documents` attention turns queries and keys itself
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
     """
@@ -67,5 +69,7 @@ class Path:
     input_grads: bool = False
     adapter_casts: bool = True
     grouped: bool = False
+    lean: bool = False
+    turned: bool = False
     capability: tuple[int, int] = (8, 9)
     multiprocessors: int = 128

@@ -114,6 +114,10 @@ class Rows:
         chosen = np.asarray(indices, dtype=np.int64)
         return Rows(self._table, self._where, chosen if self._order is None else self._order[chosen])
 
+    def whole(self, indices: Sequence[int]) -> list[Encoded]:
+        """These rows."""
+        return [self[index] for index in indices]
+
     def examples(self, indices: Sequence[int]) -> dict[str, list[list[int]]]:
         """Rows in the words of TRL's collator."""
         rows = [self[index] for index in indices]
@@ -161,6 +165,10 @@ class Packs(Rows):
     def take(self, indices: Any) -> Rows:
         """These packs."""
         return Packs(self.rows, [self.packs[index] for index in indices])
+
+    def whole(self, indices: Sequence[int]) -> list[Encoded]:
+        """The rows in these packs."""
+        return [self.rows[row] for index in indices for row in self.packs[index]]
 
     def examples(self, indices: Sequence[int]) -> dict[str, list[list[int]]]:
         """Packs in the words of TRL's collator, which starts the positions anew at every row."""

@@ -33,12 +33,16 @@ class Storage:
 
 
 class Tensor:
-    """A shape, the bytes of one value, and where its gradient goes: a `Node`, a `Parameter`, or nowhere."""
+    """A shape, the bytes of one value, and where its gradient goes: a `Node`, a `Parameter`, or nowhere.
 
-    __slots__ = ("shape", "source", "storage", "width")
+    `again`: the tensors it can be made from in the backward pass, for those who would keep it (`fast.again`).
+    """
+
+    __slots__ = ("again", "shape", "source", "storage", "width")
 
     def __init__(self, storage: Storage, shape: Shape, width: int, source: Node | Parameter | None = None) -> None:
         self.storage, self.shape, self.width, self.source = storage, shape, width, source
+        self.again: tuple[Tensor, ...] | None = None
         storage.users += 1
 
     def __del__(self) -> None:

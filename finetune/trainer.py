@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from finetune.device import Device
 from finetune.errors import FinetuneError, InputError
 from finetune.facts import Facts
 from finetune.fast.attention import documents
-from finetune.fast.head import IGNORED, is_plain, onepass_loss, output_head, supervised_loss
+from finetune.fast.head import IGNORED, is_plain, labels_of, onepass_loss, output_head, supervised_loss
 from finetune.heads import Logits, logits_of
 from finetune.model import trained_in_fp32, training_device
 from finetune.paths import lies_flat, path_of
@@ -50,6 +51,7 @@ class Trainer(SFTTrainer):
         self.order = order
         self.logits, self.row_by_row = logits, row_by_row
         self.clock, self.progress, self.measure = clock, progress, measure
+        self._ops = 0
         self.tokens_before = 0  # tokens trained before this process took over
         trained_in_fp32(self.model)
 
@@ -63,14 +65,14 @@ class Trainer(SFTTrainer):
 
         try:
             if checkpoint is None:
-                with self._attention():
+                with self._attention(), _without_walks(self.model):
                     self.train()
             else:
                 state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
                 counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
                 self._total_train_tokens = self.tokens_before = int(counts[-1]) if counts else 0
                 if state.global_step < state.max_steps:
-                    with self._attention():
+                    with self._attention(), _without_walks(self.model):
                         self.train(resume_from_checkpoint=str(checkpoint))
                 else:  # it was stopped after the last step; transformers would train one more
                     self._load_from_checkpoint(str(checkpoint))
@@ -114,7 +116,7 @@ class Trainer(SFTTrainer):
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        labels = int((inputs["labels"][:, 1:] != IGNORED).sum())
+        labels = int((labels_of(inputs) != IGNORED).sum())
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
         self._evaluated[0] += float(loss) * labels
         self._evaluated[1] += labels
@@ -139,18 +141,44 @@ class Trainer(SFTTrainer):
         return loss * self.accelerator.num_processes if num_items_in_batch is not None else loss
 
     def _tokens(self, inputs: dict[str, Any]) -> int:
-        """Tokens of this micro-batch over all processes, padding not counted."""
+        """Tokens of the rows of this micro-batch over all processes, padding not counted."""
         import torch
 
-        mask = inputs.get("attention_mask")
-        count = mask.sum() if mask is not None else torch.tensor(inputs["input_ids"].numel())
+        mask, count = inputs.get("attention_mask"), inputs.get("row_tokens")
+        if count is None:
+            count = mask.sum() if mask is not None else torch.tensor(inputs["input_ids"].numel())
         return int(self.accelerator.gather(count).sum())
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """transformers' count for its own log, without a walk over all modules for each micro-batch."""
+        self._ops = self._ops or 6 * self.model.num_parameters(exclude_embeddings=True)
+        return self._ops * int(inputs["input_ids"].numel())
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> EpochOrder:
         return self.order
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """No README in every checkpoint."""
+
+
+@contextmanager
+def _without_walks(model: Any) -> Iterator[None]:
+    """transformers asks for training mode and for no gradients in every step, each time through all modules."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    walk = model.train
+
+    def train(mode: bool = True) -> Any:
+        return model if model.training == mode else walk(mode)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        for parameter in trained:
+            parameter.grad = None
+
+    model.train, model.zero_grad = train, zero_grad
+    try:
+        yield
+    finally:
+        del model.train, model.zero_grad
 
 
 def build_trainer(
@@ -192,9 +220,10 @@ def build_trainer(
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention,
     )
+    apart = path.attention == "documents"
     trainer = Trainer(
         logits=logits,
-        row_by_row=path.attention == "documents",
+        row_by_row=apart,
         clock=clock,
         progress=progress,
         measure=measure,
@@ -203,7 +232,7 @@ def build_trainer(
         order=order,
         train_dataset=numbered(range(len(data.train))),
         eval_dataset=numbered(range(len(data.train), len(data.train) + len(data.eval))) if data.eval else None,
-        data_collator=Collator(data, tokenizer, flat=flat),
+        data_collator=Collator(data, tokenizer, flat=flat, apart=recipe.fast if apart else None),
         processing_class=tokenizer,
         callbacks=[
             clock,

@@ -253,9 +253,11 @@ class Watch:
         compute, clip = trainer.compute_loss, trainer.accelerator.clip_grad_norm_
 
         def first_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            mask, labels = inputs.get("attention_mask"), inputs["labels"]
-            self.tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
-            self.supervised += int((labels[:, 1:] != -100).sum())
+            mask, labels, counted = (inputs.get(key) for key in ("attention_mask", "shift_labels", "row_tokens"))
+            labels = inputs["labels"][:, 1:] if labels is None else labels
+            tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
+            self.tokens += int(tokens if counted is None else counted)  # of the rows, whatever is run of them
+            self.supervised += int((labels != -100).sum())
             loss = compute(model, inputs, *args, **kwargs)
             self.loss += float(loss.detach())
             return loss

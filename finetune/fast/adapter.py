@@ -1,26 +1,30 @@
-"""LoRA layers that read one input, as one autograd function: query, key and value; gate and up; any other alone.
+"""Linear layers that read one input, as one autograd function: query, key and value; gate and up; any other alone.
 
-    c = x [A_q; A_k; A_v]^T              one narrow product for all
+    c = x [A_q; A_k; A_v]^T              one narrow product for all adapters
     y_i = x W_i^T + bias_i + s_i c_i B_i^T    the adapter's share is added into the base's product
-    backward keeps x and c;  dx = sum_i dy_i W_i + (s_i dy_i B_i)_i [A_q; A_k; A_v], added up in place
+    backward keeps c and x, or what x is made from;  dx = sum_i dy_i W_i + (s_i dy_i B_i)_i [A_q; A_k; A_v]
 
 peft keeps a copy of x in the adapter's type for each layer, and a second product as wide as the output. Weights are
 frozen: they get no gradient and are kept as they lie in memory; 4-bit ones are unpacked again in the backward pass.
 
-`attach` puts a forward of its own on each of peft's layers. Module tree, names and state_dict stay as they are, and
-whatever is not plain LoRA (another adapter, merged or switched off, dropout, DoRA, ...) goes to peft's own forward.
+`attach` puts a forward of its own on each of peft's layers, and on frozen layers beside them. Module tree, names and
+state_dict stay as they are, and whatever is not plain LoRA (another adapter, merged or switched off, dropout, DoRA,
+...) goes to peft's own forward.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 # An autograd function must inherit from torch's; this hot module is imported when adapters are attached.
 import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
 
+from finetune.fast.again import what_to_keep
+from finetune.fast.products import back, product
 from finetune.method import FEW_TOKENS
 
 log = logging.getLogger(__name__)
@@ -29,52 +33,124 @@ SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of the children of one module that read the same input."""
 
 
+class Linears(NamedTuple):
+    """Layers that read one input, as the passes of an autograd function see them.
+
+    `adapted` are the places of those with an adapter, `scales` theirs; `states` are of 4-bit weights.
+    """
+
+    layers: tuple[Any, ...]
+    adapted: tuple[int, ...]
+    scales: tuple[float, ...]
+    states: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, layers: Any) -> Linears:
+        """Reads the layers as they are now."""
+        adapted = tuple(n for n, layer in enumerate(layers) if base_of(layer) is not layer)
+        states = tuple(getattr(base_of(layer).weight, "quant_state", None) for layer in layers)
+        return cls(tuple(layers), adapted, tuple(_scale(layers[n]) for n in adapted), states)
+
+    @property
+    def weights(self) -> list[Any]:
+        """The frozen weight of each layer."""
+        return [base_of(layer).weight for layer in self.layers]
+
+    def forward(self, inner: Any, a: Any, b: Any) -> tuple[list[Any], Any]:
+        """The outputs for `inner` [..., in] and the narrow products with all A (None without adapters)."""
+        outputs = [_base_output(base_of(layer), inner) for layer in self.layers]
+        if not self.adapted:
+            return outputs, None
+        narrow = product(inner, _stacked(a, inner.dtype))
+        for n, part, up, scale in zip(self.adapted, _parts(narrow, a), b, self.scales, strict=True):
+            _flat(outputs[n]).addmm_(_flat(part), up.to(inner.dtype).t(), alpha=scale)
+        return outputs, narrow
+
+    def backward(
+        self,
+        grads: Any,
+        inner: Callable[[], Any],
+        narrow: Any,
+        a: Any,
+        b: Any,
+        weights: Any,
+        dtype: Any,
+        *,
+        needs_x: bool,
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Gradients of the input [rows, in] (None where not needed), of all A and of all B.
+
+        A layer whose output nobody used has None for a gradient, and its adapter gets none. `inner` makes the input.
+        """
+        flat = [None if grad is None else _flat(grad) for grad in grads]
+        a_grads: list[Any] = [None] * len(a)
+        b_grads: list[Any] = [None] * len(b)
+        narrow_back = None
+        if self.adapted:
+            narrow_back = torch.zeros_like(_flat(narrow))
+            parts = zip(self.adapted, b, self.scales, _parts(_flat(narrow), a), _parts(narrow_back, a), strict=True)
+            for n, (place, up, scale, c, c_back) in enumerate(parts):
+                if (grad := flat[place]) is not None:
+                    c_back.addmm_(grad, up.to(dtype), alpha=scale)
+                    b_grads[n] = (grad.t() @ c).to(up.dtype).mul_(scale)
+            all_a = (narrow_back.t() @ _flat(inner().to(dtype))).to(a[0].dtype).split([len(part) for part in a])
+            a_grads = [part if grad is not None else None for part, grad in zip(all_a, b_grads, strict=True)]
+        x_grad = None
+        if needs_x:
+            for grad, weight, state in zip(flat, weights, self.states, strict=True):
+                if grad is not None:
+                    x_grad = back(grad, _dense(weight, state, dtype), x_grad)
+            if x_grad is not None and narrow_back is not None:
+                x_grad.addmm_(narrow_back, _stacked(a, dtype))
+        return x_grad, a_grads, b_grads
+
+
 class _Together(torch.autograd.Function):
-    """The outputs of `layers`, each with its one active adapter. Products run in `low` (autocast) or in x's type."""
+    """The outputs of `linears`. Products run in `low` or in x's type; `adapters` are all A, then all B."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, low: Any, layers: Any, *adapters: Any) -> Any:
-        count = len(layers)
+    def forward(ctx: Any, x: Any, low: Any, linears: Linears, *adapters: Any) -> Any:
         inner = x if low is None else x.to(low)
-        narrow = inner @ _stacked(adapters[:count], inner.dtype).t()
-        outputs = []
-        for layer, b, part in zip(layers, adapters[count:], _parts(narrow, adapters[:count]), strict=True):
-            output = layer.base_layer(inner)
-            _flat(output).addmm_(_flat(part), b.to(inner.dtype).t(), alpha=_scale(layer))
-            outputs.append(output)
-        weights = [layer.base_layer.weight for layer in layers]
-        ctx.save_for_backward(inner, narrow, *adapters, *weights)
-        ctx.states = [getattr(weight, "quant_state", None) for weight in weights]
-        ctx.scales = [_scale(layer) for layer in layers]
-        ctx.dtype = x.dtype
+        a, b = _halves(adapters)
+        outputs, narrow = linears.forward(inner, a, b)
+        ctx.make, sources = what_to_keep(x, inner) if a else (None, ())
+        ctx.save_for_backward(narrow, *adapters, *linears.weights, *sources)
+        ctx.linears, ctx.shape, ctx.given, ctx.dtype = linears, x.shape, x.dtype, inner.dtype
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        inner, narrow, *rest = ctx.saved_tensors
-        count, dtype = len(grads), inner.dtype
-        a, b, weights = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        back: list[Any] = [None if grad is None else _flat(grad) for grad in grads]  # None: nobody used that output
-        narrow_back = torch.zeros_like(_flat(narrow))
-        b_grads: list[Any] = [None] * count
-        for n, (c, c_back) in enumerate(zip(_parts(_flat(narrow), a), _parts(narrow_back, a), strict=True)):
-            if back[n] is not None:
-                c_back.addmm_(back[n], b[n].to(dtype), alpha=ctx.scales[n])
-                b_grads[n] = (back[n].t() @ c).to(b[n].dtype).mul_(ctx.scales[n])
-        all_a = (narrow_back.t() @ _flat(inner)).to(a[0].dtype).split([len(part) for part in a])
-        a_grads = [part if grad is not None else None for part, grad in zip(all_a, back, strict=True)]
-        x_grad = None
-        if ctx.needs_input_grad[0]:
-            for grad, weight, state in zip(back, weights, ctx.states, strict=True):
-                if grad is not None:
-                    dense = _dense(weight, state, dtype)
-                    x_grad = grad @ dense if x_grad is None else x_grad.addmm_(grad, dense)
-                    del dense
-            if x_grad is not None:
-                x_grad = x_grad.addmm_(narrow_back, _stacked(a, dtype)).view(inner.shape).to(ctx.dtype)
+        narrow, *rest = ctx.saved_tensors
+        count = 2 * len(ctx.linears.adapted)
+        adapters, weights, sources = rest[:count], rest[count : count + len(grads)], rest[count + len(grads) :]
+        a, b = _halves(adapters)
+        x_grad, a_grads, b_grads = ctx.linears.backward(
+            grads, lambda: ctx.make(*sources), narrow, a, b, weights, ctx.dtype, needs_x=ctx.needs_input_grad[0]
+        )
+        if x_grad is not None:
+            x_grad = x_grad.view(ctx.shape).to(ctx.given)
         return x_grad, None, None, *a_grads, *b_grads
+
+
+def _halves(adapters: Any) -> tuple[Any, Any]:
+    """All A, all B."""
+    return adapters[: len(adapters) // 2], adapters[len(adapters) // 2 :]
+
+
+def adapters_of(layers: Any) -> list[Any]:
+    """The A of all layers that have an adapter, then their B."""
+    pairs = [pair for pair in map(_adapter, layers) if pair]
+    return [half for side in zip(*pairs, strict=True) for half in side]
+
+
+def _base_output(base: Any, inner: Any) -> Any:
+    """x W^T + bias; a 4-bit layer unpacks its own weight."""
+    if type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype:
+        return base(inner)
+    output = product(inner, base.weight)
+    return output if base.bias is None else output.add_(base.bias)
 
 
 def _flat(x: Any) -> Any:
@@ -89,7 +165,7 @@ def _stacked(a: Any, dtype: Any) -> Any:
 
 def _parts(x: Any, a: Any) -> Any:
     """The columns of each adapter."""
-    return x.split([len(part) for part in a], dim=-1)
+    return x.split([len(part) for part in a], dim=-1) if a else ()
 
 
 def _dense(weight: Any, state: Any, dtype: Any) -> Any:
@@ -104,19 +180,30 @@ def _dense(weight: Any, state: Any, dtype: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------- peft's side
 
 
+def base_of(layer: Any) -> Any:
+    """The layer without its adapter; itself when it has none."""
+    return layer if type(layer) is torch.nn.Linear else layer.base_layer
+
+
 def _scale(layer: Any) -> float:
     return float(layer.scaling[layer.active_adapters[0]])
 
 
-def _adapter(layer: Any) -> tuple[Any, Any]:
+def _adapter(layer: Any) -> tuple[Any, ...]:
+    """A and B, or nothing."""
+    if base_of(layer) is layer:
+        return ()
     name = layer.active_adapters[0]
     return layer.lora_A[name].weight, layer.lora_B[name].weight
 
 
 def why_not(layer: Any) -> str | None:
-    """Why peft's own forward must serve a layer of peft's, or None when it is plain LoRA on a frozen Linear."""
+    """Why its own forward must serve a layer, or None when it is a frozen Linear, with plain LoRA or without."""
     from peft.tuners.lora import Linear, LoraLayer
 
+    if type(layer) is torch.nn.Linear:
+        trained = layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad)
+        return "weights that are trained" if trained else None
     if not isinstance(layer, LoraLayer):
         return "it is no LoRA layer"
     base: Any = layer.base_layer
@@ -168,8 +255,7 @@ class _Group:
                 return output
         places = [other for other in range(len(self.layers)) if other == place or self._fits(other, place)]
         layers = [self.layers[other] for other in places]
-        a, b = zip(*map(_adapter, layers), strict=True)
-        outputs: Any = _Together.apply(x, low, layers, *a, *b)  # type: ignore[no-untyped-call]
+        outputs: Any = _Together.apply(x, low, Linears.of(layers), *adapters_of(layers))  # type: ignore[no-untyped-call]
         made = {other: (y, self._state(other, x, low)) for other, y in zip(places, outputs, strict=True)}
         output, _ = made.pop(place)
         self.waiting, self.input = made, x if made else None
@@ -178,13 +264,15 @@ class _Group:
     def _fits(self, other: int, place: int) -> bool:
         if other in self.alone or place in self.alone or why_not(self.layers[other]) is not None:
             return False
-        return bool(_adapter(self.layers[other])[0].dtype == _adapter(self.layers[place])[0].dtype)
+        return len({half.dtype for n in (other, place) for half in _adapter(self.layers[n])}) < 2
 
     def _state(self, place: int, x: Any, low: Any) -> tuple[Any, ...]:
         """A change of this between computing and taking makes an output stale."""
         layer = self.layers[place]
-        tensors = (x, *_adapter(layer), layer.base_layer.weight)
-        return (low, torch.is_grad_enabled(), _scale(layer), *((id(t), t._version) for t in tensors))
+        adapter = _adapter(layer)
+        tensors = (x, *adapter, base_of(layer).weight)
+        scale = _scale(layer) if adapter else None
+        return (low, torch.is_grad_enabled(), scale, *((id(t), t._version) for t in tensors))
 
     def done(self, parent: Any, inputs: Any, output: Any) -> None:
         """The module around has run, or broken off (then there is no output). A layer it did not call runs alone."""
@@ -194,38 +282,51 @@ class _Group:
 
 
 class _Forward:
-    """The forward of one of peft's layers."""
+    """The forward of one layer."""
 
     def __init__(self, group: _Group, place: int) -> None:
         self.group, self.place = group, place
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = self.group.layers[self.place]
-        enough = x.numel() >= FEW_TOKENS * x.shape[-1] and not (args or kwargs or x.is_inference())
-        if enough and why_not(layer) is None:
-            kind = x.device.type
-            low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            if _same_types(layer, x, low):
+        if not (args or kwargs) and enough(x) and why_not(layer) is None:
+            low = products_type(x)
+            if same_types(layer, x, low):
                 return self.group.run(self.place, x, low)
         return type(layer).forward(layer, x, *args, **kwargs)
 
 
-def _same_types(layer: Any, x: Any, low: Any) -> bool:
+def enough(x: Any) -> bool:
+    """Whether an input is worth the search for what runs together."""
+    return bool(x.numel() >= FEW_TOKENS * x.shape[-1] and not x.is_inference())
+
+
+def products_type(x: Any) -> Any:
+    """The type that autocast computes products in, None without autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def same_types(layer: Any, x: Any, low: Any) -> bool:
     """Whether results have the types of peft's. Beside a 16-bit base without autocast it computes adapters in fp32;
     a 4-bit layer gives its output the type of its input."""
     if low is None:
-        return bool(x.dtype == _adapter(layer)[0].dtype)
-    return x.dtype == low or type(layer.base_layer) is torch.nn.Linear
+        return bool(x.dtype == (*_adapter(layer), base_of(layer).weight)[0].dtype)
+    return x.dtype == low or type(base_of(layer)) is torch.nn.Linear
 
 
 def attach(model: Any) -> int:
-    """Give every LoRA layer of a peft model its forward; returns for how many, and logs what stays peft's."""
+    """Give every LoRA layer of a peft model its forward, and every frozen Linear beside one.
+
+    Returns for how many adapters, and logs what stays peft's. The output head and what no adapter touches (a vision
+    tower) stay as they are.
+    """
     from peft.tuners.lora import LoraLayer
 
     layers: list[Any] = []
-    for parent in list(model.modules()):
-        found = {name: child for name, child in parent.named_children() if isinstance(child, LoraLayer)}
-        layers += found.values()
+    for parent in _blocks(model):
+        found = {n: c for n, c in parent.named_children() if isinstance(c, LoraLayer) or type(c) is torch.nn.Linear}
+        layers += (child for child in found.values() if isinstance(child, LoraLayer))
         for names in SHARED:
             together = [found.pop(name) for name in names if name in found]
             if len(together) > 1:
@@ -239,3 +340,16 @@ def attach(model: Any) -> int:
         said = ", ".join(f"{why} ({count} layers)" for why, count in reasons.items())
         log.info("peft's own code runs adapters: %s.", said)
     return len(layers) - sum(reasons.values())
+
+
+def _blocks(model: Any) -> list[Any]:
+    """The modules in those decoder layers that hold an adapter; what belongs to one Linear is not looked into."""
+    from peft.tuners.lora import LoraLayer
+
+    def inside(module: Any) -> list[Any]:
+        deeper = [c for c in module.children() if not isinstance(c, (LoraLayer, torch.nn.Linear))]
+        return [module, *(found for child in deeper for found in inside(child))]
+
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = [layer for each in lists for layer in each if any(isinstance(m, LoraLayer) for m in layer.modules())]
+    return list(dict.fromkeys(module for layer in layers for module in inside(layer)))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch  # noqa: TID253
 
 from finetune import chat
+from finetune.fast.products import back, product
 from finetune.heads import Logits, chunk_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def supervised_loss(
     labels, at = _scored(inputs, places)
 
     def fewer_rows(head: Any, arguments: tuple[Any, ...]) -> Any:
-        return (arguments[0][:, :-1][at].unsqueeze(0), *arguments[1:])
+        return (arguments[0][:, : labels.shape[1]][at].unsqueeze(0), *arguments[1:])
 
     logits = _run(model, inputs, fewer_rows).logits[0]
     total = torch.nn.functional.cross_entropy(logits.float(), labels[at], reduction="sum")
@@ -66,7 +67,7 @@ def onepass_loss(
 
     def no_rows(head: Any, arguments: tuple[Any, ...]) -> Any:
         """Keeps the rows, and lets the model go on with none of them."""
-        rows = arguments[0][:, :-1][at]
+        rows = arguments[0][:, : labels.shape[1]][at]
         kind = rows.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         taken.extend((rows, low))
@@ -97,12 +98,24 @@ def is_plain(head: Any) -> bool:
     )
 
 
+def labels_of(inputs: dict[str, Any]) -> torch.Tensor:
+    """The label that each position predicts, [rows, positions]: `shift_labels`, or the labels of the next tokens.
+
+    In the second case the last position, which predicts nothing, is left out.
+    """
+    shifted: torch.Tensor | None = inputs.get("shift_labels")
+    return inputs["labels"][:, 1:] if shifted is None else shifted
+
+
 def _scored(
     inputs: dict[str, Any], places: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The labels of the next tokens, and where there are some."""
-    labels = inputs["labels"][:, 1:]
+    """The labels, and where there are some."""
+    labels = labels_of(inputs)
     return labels, (labels != IGNORED).nonzero(as_tuple=True) if places is None else places
+
+
+_NOT_THE_MODELS = ("labels", "shift_labels", "row_tokens")
 
 
 def _run(model: Any, inputs: dict[str, Any], at_head: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
@@ -110,7 +123,9 @@ def _run(model: Any, inputs: dict[str, Any], at_head: Callable[[Any, tuple[Any, 
     hook = output_head(model).register_forward_pre_hook(at_head)
     try:
         # With a cache, transformers would not look for several rows in one and would let them see each other.
-        return model(**{**{key: value for key, value in inputs.items() if key != "labels"}, "use_cache": False})
+        return model(
+            **{**{key: value for key, value in inputs.items() if key not in _NOT_THE_MODELS}, "use_cache": False}
+        )
     finally:
         hook.remove()
 
@@ -131,37 +146,28 @@ class _OnePass(torch.autograd.Function):
         gradient = torch.empty_like(low_rows) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(low, torch.float32)  # sums in fp32, or fp64 for a check of the gradient
         total = torch.zeros((), dtype=wide, device=rows.device)
-        chunk = chunk_of(len(rows))
-        size = (chunk, len(weight))
-        products = torch.empty(size, dtype=low, device=rows.device)
-        sums = products if low == wide else torch.empty(size, dtype=wide, device=rows.device)
-        cap = logits.cap
-        capped = torch.empty_like(sums) if cap else None
+        chunk, cap = chunk_of(len(rows)), logits.cap
         for start in range(0, len(rows), max(chunk, 1)):
-            part, label = low_rows[start : start + chunk], labels[start : start + chunk, None]
-            product, z = products[: len(part)], sums[: len(part)]
-            torch.mm(part, head.t(), out=product)
-            if z.dtype != product.dtype:
-                z.copy_(product)
+            label = labels[start : start + chunk, None]
+            low_z = product(low_rows[start : start + chunk], head)
+            z = low_z.to(wide)
             if logits.scale != 1:
                 z.mul_(logits.scale)
-            if cap and capped is not None:
-                tanh = torch.tanh(z.div_(cap), out=capped[: len(part)])
-                torch.mul(tanh, cap, out=z)
+            tanh = torch.tanh(z.div_(cap)) if cap else None
+            if tanh is not None:
+                torch.mul(tanh, cap, out=z)  # type: ignore[arg-type]  # no cap, no tanh
             # Not torch's log_softmax: on a CPU its fp32 sum over a vocabulary is off by 1e-5, a pairwise sum by 1e-8.
             right, top = z.gather(1, label), z.amax(1, keepdim=True)
             norm = z.sub_(top).exp_().sum(1, keepdim=True)
             total += (norm.log() + top - right).sum()
-            if gradient is None:
-                continue
-            z.div_(norm).scatter_add_(1, label, z.new_full(label.shape, -1.0))
-            if capped is not None:
-                z.mul_(tanh.mul_(tanh).neg_().add_(1))
-            if logits.scale != 1:
-                z.mul_(logits.scale)
-            if z.dtype != product.dtype:
-                product.copy_(z)
-            torch.mm(product, head, out=gradient[start : start + chunk])
+            if gradient is not None:
+                z.div_(norm).scatter_add_(1, label, z.new_full(label.shape, -1.0))
+                if tanh is not None:
+                    z.mul_(tanh.mul_(tanh).neg_().add_(1))
+                if logits.scale != 1:
+                    z.mul_(logits.scale)
+                gradient[start : start + chunk] = back(low_z.copy_(z), head)
+            del low_z, z, tanh  # before the next chunk's
         ctx.save_for_backward(gradient)
         return total
 

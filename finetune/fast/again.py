@@ -1,0 +1,33 @@
+"""Activations that the backward pass makes again from what is kept anyway.
+
+    x ── norm ──> y ── adapter      kept: x for the norm and y for the gradient of A
+                                    with a note on y: x alone, and y is made again
+
+An adapter's gradient needs the layer's input. Where that is cheap to make from tensors that are kept besides (a
+norm's output, a gated product), its maker notes so on it, and the layer keeps those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_NOTE = "_made_by_finetune"
+
+
+class Made(NamedTuple):
+    """`make(*sources)` has the values of the tensor that carries this note."""
+
+    make: Callable[..., Any]
+    sources: tuple[Any, ...]
+
+
+def made_from(x: Any, make: Callable[..., Any], *sources: Any) -> Any:
+    """Note on a tensor how it can be made again, and return it. An operation's result has no note."""
+    setattr(x, _NOTE, Made(make, sources))
+    return x
+
+
+def what_to_keep(x: Any, otherwise: Any) -> Made:
+    """The sources of a tensor with a note; `otherwise` the tensor of that name, as it is."""
+    return getattr(x, _NOTE, None) or Made(lambda same: same, (otherwise,))

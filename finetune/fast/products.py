@@ -1,0 +1,76 @@
+"""Products with a frozen weight, by the quickest library that is here.
+
+    product    x W^T            [rows, in] @ [out, in]^T    the forward pass
+    back       g W [+ total]    [rows, out] @ [out, in]     the backward pass to the input
+
+torch multiplies fp32 matrices on a CPU by MKL. oneDNN, which torch carries too, takes the same weights as they lie
+and is 10 to 15 % quicker for a decoder's layers and up to 60 % for its output head (AMD Zen 4, 64 to 1,500 rows);
+both are plain fp32 sums, in another order. Anything but fp32 on an x86 CPU goes to torch.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., in] times the transpose of `weight` [out, in]. Keeps nothing for a backward pass."""
+    import torch
+
+    if _quick(x, weight):
+        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return made
+    return x @ weight.t()
+
+
+def back(grad: torch.Tensor, weight: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """grad [rows, out] times `weight` [out, in], added to `total` [rows, in]; always a new tensor."""
+    import torch
+
+    if _quick(grad, weight):
+        op, turned = torch.ops.mkldnn._linear_pointwise, weight.t()
+        made: torch.Tensor = (
+            op(grad, turned, None, "none", [], "") if total is None else op.binary(grad, total, turned, None, "add")
+        )
+        return made
+    return grad @ weight if total is None else torch.addmm(total, grad, weight)
+
+
+def _quick(x: Any, weight: Any) -> bool:
+    """Whether oneDNN takes this product. Its operator knows plain CPU tensors only, and not a weight of one row."""
+    import torch
+
+    return bool(
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == weight.device.type == "cpu"
+        and type(x) is torch.Tensor
+        and x.numel()
+        and min(weight.shape) > 1
+        and onednn()
+    )
+
+
+@cache
+def onednn() -> bool:
+    """Whether torch's oneDNN operator is here and multiplies in full fp32, tried on small matrices."""
+    import torch
+
+    if platform.machine().lower() not in ("x86_64", "amd64") or not torch._C._has_mkldnn:
+        return False
+    try:
+        op = torch.ops.mkldnn._linear_pointwise
+        dice = torch.Generator().manual_seed(0)
+        x, w = torch.randn(8, 96, generator=dice), torch.randn(32, 96, generator=dice)
+        forth = op(x, w, None, "none", [], "")
+        again = op.binary(forth, x, w.t(), None, "add")
+    except (AttributeError, RuntimeError):  # another torch, or one built without it
+        return False
+    wide = x.double(), w.double()
+    right = wide[0] @ wide[1].t()
+    both = ((forth, right), (again, right @ wide[1] + wide[0]))
+    return all(bool((made - exact).abs().max() < 1e-6 * exact.abs().max()) for made, exact in both)
