@@ -120,9 +120,9 @@ def _lost(template: Template, pieces: Pieces) -> list[str]:
                 raise _not_sayable("a conversation of plain questions comes out differently")
         talk.append({"role": "assistant", "content": f"Answer {turn}."})
     notes = []
-    spaced = [_user("  two spaces  ")]
+    spaced: list[Message] = [_user("  two spaces  "), {"role": "assistant", "content": " one "}, _user("none")]
     if bos + pieces.render(spaced) != template.render(spaced, reply_follows=True):
-        notes.append("Spaces around a question stay; the template of training trims them.")
+        notes.append("Spaces around a message stay; the template of training trims them.")
     if pieces.system is None:
         notes.append("The template takes no system message; one that is sent is written without any frame.")
     if "tools" not in template.tools.drops:
