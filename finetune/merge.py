@@ -113,11 +113,7 @@ def merge_adapter(
     started = time.monotonic()
     base, output = Path(base), Path(output).resolve()
     given = [(Path(adapter), 1.0)] if isinstance(adapter, (str, Path)) else adapter
-    if (base / MARK).exists():
-        raise RunError(
-            f"{base} is already a merge result, of {_made_of(base)}.",
-            f"Merge into the original base; to add a second adapter on purpose, first remove its {MARK}.",
-        )
+    _check_unmerged(base)
     shards = read_model(base)
     adapters = [Weighted(read_adapter(folder), weight) for folder, weight in given]
     inputs = _inputs(base, shards, adapters, options)
@@ -131,6 +127,9 @@ def merge_adapter(
     first = adapters[0].adapter.folder
     beside = side_files(base, first, dtype=dtype, untied=layout.untied, vocabulary=layout.vocabulary)
     notes = [*beside.notes, *_check_values([each.adapter for each in adapters])]
+    more = layout.bytes - sum(tensor.size for shard in shards for tensor in shard.tensors.values())
+    if layout.untied and dtype is None and more > 0:
+        notes.append(f"The output head is a matrix of its own now, which makes the model {more / 1e6:.1f} MB larger.")
     check_space(output, layout.bytes + beside.bytes)
     with new_folder(output) as part:
         write_weights(part, layout, progress)
@@ -144,6 +143,14 @@ def merge_adapter(
         write_text(part / CARD, model_card(_about(about, output, base, layout, beside, proof)))
         write_json(part / MARK, mark)
     return replace(_as_merged(output, mark), seconds=time.monotonic() - started)
+
+
+def _check_unmerged(base: Path) -> None:
+    if (base / MARK).exists():
+        raise RunError(
+            f"{base} is already a merge result, of {_made_of(base)}.",
+            f"Merge into the original base; to add a second adapter on purpose, first remove its {MARK}.",
+        )
 
 
 def _check_values(adapters: Sequence[Adapter]) -> list[str]:
@@ -383,6 +390,7 @@ def _base_of(sources: Sequence[Source], given: str | None) -> tuple[Path, str, l
     if model is None:
         raise InputError(f"The adapter {sources[0].adapter} does not say what its base is.", "Name it with --base.")
     folder = model_folder(model, revision)
+    _check_unmerged(folder)
     own, notes = None, []
     for name, other, its_revision in named:
         if other is None or (other, its_revision) == (model, revision):
