@@ -837,3 +837,53 @@ def test_a_kill_leaves_the_target_absent_or_complete(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out1.part-*")), "the dead one's half is removed"
     for name, weight in weights(again.folder).items():
         assert torch.equal(weight, weights(whole.folder)[name])
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """Ten merges into one place are killed whenever it happens to be; it is empty or whole after each of them."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_large(base, adapter, shards=4, tensors=6, width=256)
+    out = run_child(
+        """
+        import os, random, signal, time
+        import torch  # once, before the forks
+
+        base, adapter, out = map(Path, sys.argv[1:])
+
+        def slow(done, total):
+            time.sleep(0.01)
+
+        def start(target):
+            if not (child := os.fork()):
+                merge.merge_adapter(base, adapter, target, progress=slow)
+                os._exit(0)
+            return child
+
+        began = time.monotonic()
+        os.waitpid(start(out / "whole"), 0)
+        seconds = time.monotonic() - began
+        dice = random.Random(os.urandom(8))
+        for _ in range(10):
+            share = dice.random()
+            child = start(out / "target")
+            time.sleep(share * seconds)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            there = (out / "target").exists()
+            parts = len(list(out.glob("target.part-*")))
+            print(f"{share:.3f}", "whole" if there else "absent", parts)
+            if there:
+                (out / "target").rename(out / f"kept-{share:.3f}")
+        """,
+        base, adapter, tmp_path,
+    )  # fmt: skip
+    lines = [line.split() for line in out.splitlines()]
+    assert len(lines) == 10
+    assert all(int(parts) <= 1 for _, _, parts in lines), "what the last one left is removed by the next"
+    expected = weights(tmp_path / "whole")
+    for kept in tmp_path.glob("kept-*"):
+        assert (kept / "finetune_merge.json").is_file()
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights(kept).items())
+    again = merge_adapter(base, adapter, tmp_path / "target")
+    assert set(weights(again.folder)) == set(expected)
+    assert not partials(tmp_path), lines
