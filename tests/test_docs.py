@@ -22,7 +22,11 @@ from finetune.recipe import load_recipe, parse_recipe
 from finetune.recipe import schema as recipe_schema
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "recipe.md", ROOT / "docs" / "data.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("recipe", "data", "serve")),
+]
 README = PAGES[0].read_text(encoding="utf-8")
 
 Command = tuple[str, str, str]  # where it stands, the line, its comment
