@@ -397,3 +397,12 @@ def test_an_upload_that_stops_leaves_the_folder_and_goes_on(
     assert finetune(capsys, "merge", run, "--push", "me/tuned")[0] == 0
     assert (run / "merged" / "model.safetensors").stat().st_mtime_ns == stamp
     assert [name for name, _ in hub.calls][-2:] == ["folder", "file"]
+
+
+def test_the_lines_of_the_page_are_commands() -> None:
+    from tests.test_docs import ROOT, check_parses, finetune_lines
+
+    lines = [line for _, line, _ in finetune_lines(ROOT / "docs" / "merge.md")]
+    assert len(lines) == 6
+    for line in lines:
+        check_parses(line.split()[1:])
