@@ -22,6 +22,7 @@ from finetune.plan import Plan, resolve
 from finetune.plan import require_fit as require_plan_fits
 from finetune.recipe import Recipe, dump_recipe
 from finetune.sharding import STRATEGIES, per_gpu
+from finetune.vllm_rules import obstacle_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,9 +47,17 @@ class Answer:
     measured: Measured | None = None
     written: list[Path] = field(default_factory=list)
 
+    @property
+    def notes(self) -> list[str]:
+        """What is good to know before training and is not about memory."""
+        why = obstacle_of(self.recipe.method)
+        return [f"vLLM will not load this adapter, because {why}; merge it to serve it there."] if why else []
+
     def document(self) -> dict[str, Any]:
         """For `--json`."""
         found = self.plan.document()
+        if self.notes:
+            found["notes"] = self.notes
         found["would_fit"] = {"rows": self.rows, "longest_row": self.longest}
         if self.fit is not None:
             found["changes"] = [vars(change) for change in self.fit.changes]
@@ -73,6 +82,8 @@ class Answer:
             yield plan_view.compare_view(self.compared, self.facts)
             return
         yield plan_view.plan_view(self.plan, self.fit, self.rows, self.longest)
+        for note in self.notes:
+            yield f"\n{note}"
         if self.gpus > 1:
             yield plan_view.sharding_view(self.plan, self.facts, self.gpus)
         if self.simulation is not None:

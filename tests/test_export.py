@@ -119,6 +119,24 @@ def test_vllms_ranks() -> None:
     assert obstacle_of(Full(kind="full")) is None
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [("method.variant=dora", "DoRA"), ("method.rank=520", "above vLLM's 512"), ("method.alpha=8", None)],
+)
+def test_the_plan_says_what_vllm_will_not_load(setting: str, said: str | None) -> None:
+    from finetune.planning import answer
+    from finetune.recipe import load_recipe
+
+    planned = answer(load_recipe("gemma2b-lora", [setting]), device="a100-80gb", rows="none")
+    views = " ".join(view for view in planned.views() if isinstance(view, str))
+    if said is None:
+        assert (planned.notes, views) == ([], "")
+        assert "notes" not in planned.document()
+    else:
+        assert said in planned.document()["notes"][0]
+        assert said in views
+
+
 def test_the_folder_for_vllm(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = made(base, tmp_path / "source", r=9, use_rslora=True)
     done = export(source, "vllm", tmp_path / "out")
