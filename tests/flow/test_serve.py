@@ -28,7 +28,7 @@ from finetune.formats import Conversation
 from finetune.generate import find_target, load_speaker
 from finetune.recorded import Place, compare, recorded
 from finetune.run import Run
-from finetune.serve import check_place, served
+from finetune.serve import check_place, served, vllm_command
 from finetune.train import train
 from tests.flow.conftest import recipe
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -46,13 +46,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(base: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    made = recipe(base, rows, train="steps: 4", rest=FP32 + EVALUATED.format(rows))
+    made = recipe(base, rows, train="steps: 4, precision: fp32", rest=FP32 + EVALUATED.format(rows))
     return train(made, output=tmp_path_factory.mktemp("served") / "first")
 
 
 @pytest.fixture(scope="module")
 def other(base: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    made = recipe(base, rows, train="steps: 4, seed: 7", rest=FP32)
+    made = recipe(base, rows, train="steps: 4, precision: fp32, seed: 7", rest=FP32)
     return train(made, output=tmp_path_factory.mktemp("served") / "second")
 
 
@@ -216,6 +216,36 @@ def test_a_taken_port_is_refused() -> None:
         taken.listen()
         with pytest.raises(InputError, match="cannot be listened on"):
             check_place(Place("127.0.0.1", taken.getsockname()[1]))
+
+
+def test_vllm_is_started_with_what_was_trained(
+    run: Run, other: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run as whole weights; two adapters of rank 4 on their base; the key stays out of the command line."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    place = Place("0.0.0.0", 8000, "sesame")
+
+    def option(command: list[str], name: str) -> list[str]:
+        values = command[command.index(name) + 1 :]
+        return values[: next((n for n, value in enumerate(values) if value.startswith("--")), len(values))]
+
+    whole = vllm_command(served([str(run.folder)]), place)
+    assert option(whole, "--model") == [str(run.folder / "merged")]
+    assert option(whole, "--served-model-name") == ["first"]
+    assert "--enable-lora" not in whole
+    both = vllm_command(served([str(run.folder), str(other.folder)]), place)
+    assert option(both, "--served-model-name") == ["tiny"]
+    assert option(both, "--max-lora-rank") == ["8"]
+    names = dict(value.split("=") for value in option(both, "--lora-modules"))
+    assert list(names) == ["first", "second"]
+    for name, trained in (("first", run), ("second", other)):
+        config = json.loads((Path(names[name]) / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+        copied = (Path(names[name]) / "adapter_model.safetensors").stat().st_size
+        assert copied == pytest.approx((trained.adapter / "adapter_model.safetensors").stat().st_size, rel=0.02)
+    ends = json.loads(option(both, "--override-generation-config")[0])["eos_token_id"]
+    assert load_speaker(run.folder).tokenizer.convert_tokens_to_ids("<|im_end|>") in ends
+    assert "sesame" not in " ".join([*whole, *both])
 
 
 def test_names_that_do_not_go_together_are_refused(run: Run, other: Run, base: Path, tmp_path: Path) -> None:
