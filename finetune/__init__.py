@@ -100,6 +100,7 @@ The modules in reading order, which is also the only legal direction of imports:
     train         the story of one run
     talk          a chat in the terminal
     plain_adapter  an adapter with one rank and one scale
+    gguf_check    is a GGUF file the same model
     export        a run for other programs: GGUF, Ollama, vLLM
     endpoint      existing servers as applications in this process
     serve         an OpenAI-compatible endpoint

@@ -60,7 +60,7 @@ def transformers_app(model: Any, tokenizers: Mapping[str, Any]) -> Any:
         def start_server(self) -> None:
             """The application is wanted, and no second listening socket."""
 
-    server = Application(non_blocking=True)
+    server = Application(non_blocking=True, log_level="error")
     manager = server._model_manager
     manager.process_model_name = str  # type: ignore[method-assign,assignment]  # a name is a name, no hub id
     generation = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]

@@ -11,7 +11,6 @@ What is written appears under its name when it is whole and has been checked.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -27,24 +26,16 @@ from finetune.converter import LORA, MODEL, convert
 from finetune.embedded import cache_folder, make_once
 from finetune.errors import FinetuneError, InputError
 from finetune.generate import Target, find_target, load_tokenizer_of
+from finetune.gguf_check import FAR, check_adapter, check_model
 from finetune.merge import merge
 from finetune.model_files import CONFIG, read_json
 from finetune.ollama import modelfile
 from finetune.plain_adapter import plain_copy
-from finetune.recorded import recorded
 from finetune.vllm_rules import max_lora_rank, obstacle
 from finetune.weight_files import file_sha256
 
 Kind = Literal["f16", "q8_0", "bf16", "f32"]
 Say = Callable[[str], None]
-# How far the logits may be from the merged model's, as a share of their spread. Rounding of SmolLM2's weights gives
-# 0.002 (f16) and 0.06 (q8_0); a tensor in the wrong place gives about 1.
-_FAR: dict[str, float] = {"f32": 1e-3, "f16": 1e-2, "bf16": 5e-2, "q8_0": 0.25}
-_TEXTS = (
-    "The quick brown fox jumps over the lazy dog, 12 times in 345 days.",
-    "def mean(values):\n    return sum(values) / len(values)\n",
-    "Zürich, Kraków und São Paulo: 7 °C, €3.50 - 雨.",
-)
 
 
 @dataclass(frozen=True)
@@ -187,47 +178,6 @@ def _with_trained_end(target: Target) -> Iterator[Path]:
         yield folder
 
 
-def check_model(file: Path, target: Target, kind: str) -> tuple[float, float] | None:
-    """(distance of the logits as a share of their spread, share of equal most likely tokens) of a GGUF file.
-
-    The model in `target.model` is the measure, both in float32, on a recorded prompt of the run and a few texts. None
-    when transformers cannot read such a file. Raises `FinetuneError` when they are not the same model.
-    """
-    tokenizer = load_tokenizer_of(target)
-    rows = [tokenizer(text)["input_ids"] for text in _TEXTS]
-    sample = recorded(target.run) if target.run else None
-    if sample is not None:
-        rows.append(chat.prompt_ids(tokenizer, sample.conversation.messages, sample.conversation.tools))
-    try:
-        found = _logits(file.parent, rows, gguf_file=file.name)
-    except (ValueError, NotImplementedError) as error:
-        if "not supported" in str(error):
-            return None
-        raise
-    wanted = _logits(target.model, rows)
-    difference = float((found - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
-    same = float((found.argmax(-1) == wanted.argmax(-1)).float().mean())
-    if not difference <= _FAR[kind]:
-        raise FinetuneError(
-            f"The GGUF file does not answer as the model: its logits are {difference:.1%} of their spread away, "
-            f"and {kind} explains {_FAR[kind]:.1%}.",
-            "The converter does not handle this model rightly; try a newer llama.cpp with --llama-cpp.",
-        )
-    return difference, same
-
-
-def _logits(folder: Path, rows: list[list[int]], **how: Any) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
-    model.eval()
-    with torch.inference_mode():
-        return torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in rows])
-
-
 def _adapter_gguf(target: Target, file: Path, part: Path, kind: str, llama_cpp: Path | None) -> Exported:
     source = _adapter_of(target)
     with tempfile.TemporaryDirectory() as temporary:
@@ -240,50 +190,12 @@ def _adapter_gguf(target: Target, file: Path, part: Path, kind: str, llama_cpp: 
             checkout=llama_cpp,
         )
     difference = check_adapter(part, source)
-    if not difference <= _FAR[kind]:
+    if not difference <= FAR[kind]:
         raise FinetuneError(
             f"The GGUF adapter is not the adapter: its changes differ by {difference:.1%} in size.",
             "The converter does not handle this adapter rightly; export the merged model instead.",
         )
     return Exported((file,), difference, notes=(f"Use it with the GGUF file of its base, {_base_of(target)}.",))
-
-
-def check_adapter(file: Path, source: Path) -> float:
-    """The largest relative difference in size between the changes scale * B @ A of a GGUF adapter and its source.
-
-    The sizes (Frobenius norms) are compared in order, for llama.cpp has other names and permutes rows. Infinite when
-    the number of changes differs.
-    """
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from safetensors.torch import load_file
-
-    reader = GGUFReader(file)
-    alpha = float(reader.fields["adapter.lora.alpha"].contents())
-    read = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    heads = [name.removesuffix(".lora_a") for name in read if name.endswith(".lora_a")]
-    written = sorted(
-        alpha / read[f"{head}.lora_a"].shape[0] * _size(read[f"{head}.lora_a"], read[f"{head}.lora_b"])
-        for head in heads
-    )
-    weights = load_file(source / adapter_file.WEIGHTS)
-    pairs = read_adapter(source).pairs.values()
-    wanted = sorted(
-        pair.scale * _size(weights[pair.a.name].float().numpy(), weights[pair.b.name].float().numpy())
-        for pair in pairs
-    )
-    if len(written) != len(wanted):
-        return math.inf
-    largest = max(wanted) or 1.0
-    return max((abs(a - b) / largest for a, b in zip(written, wanted, strict=True)), default=math.inf)
-
-
-def _size(a: Any, b: Any) -> float:
-    """|B @ A|, by the small products only: its square is the sum of (B'B) * (AA')."""
-    import numpy as np
-
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    return math.sqrt(max(float(((b.T @ b) * (a @ a.T)).sum()), 0.0))
 
 
 def _adapter_of(target: Target) -> Path:

@@ -66,14 +66,14 @@ def serve(
             raise InputError("A GGUF file is served alone.", "Name one file.")
         _serve_gguf(Path(names[0]), place, name, say)
         return
-    targets = served(names, name)
+    targets = served(names, name, say)
     if training_device() != "cpu" and importlib.util.find_spec("vllm"):
         _serve_vllm(targets, place, say)
     else:
         _serve_transformers(targets, place, say)
 
 
-def served(names: Sequence[str], name: str | None = None) -> list[Target]:
+def served(names: Sequence[str], name: str | None = None, say: Say = lambda _: None) -> list[Target]:
     """What will answer: one target with whole weights, or several adapters of one base.
 
     A single run is merged first. Raises `InputError` when several do not share a base, or share a name.
@@ -86,6 +86,8 @@ def served(names: Sequence[str], name: str | None = None) -> list[Target]:
     if len(targets) == 1:
         [target] = targets
         if target.run is not None and target.adapter is not None:
+            if not (target.run.folder / "merged").is_dir():
+                say(f"Merging the adapter of {target.name} into its base first ...")
             return [replace(target, model=merge(target.run).folder, adapter=None)]
         return targets
     if bare := [target.name for target in targets if target.adapter is None]:

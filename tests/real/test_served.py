@@ -13,9 +13,10 @@ import pytest
 from finetune import embedded
 from finetune.converter import converter
 from finetune.errors import FinetuneError, InputError
-from finetune.export import check_adapter, check_model, export
+from finetune.export import export
 from finetune.formats import Conversation, Message
 from finetune.generate import Target, load_speaker
+from finetune.gguf_check import check_adapter, check_model
 from finetune.merge import merge
 from finetune.recipe import load_recipe
 from finetune.run import Run
