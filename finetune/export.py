@@ -202,7 +202,7 @@ def _adapter_of(target: Target) -> Path:
     if target.adapter is None:
         raise InputError(
             f"{target.name} has no adapter; its weights are whole.",
-            "Export the model: leave out --adapter, or merge.",
+            "Export the model itself to gguf or ollama; vLLM serves its folder as it is.",
         )
     return target.adapter
 
