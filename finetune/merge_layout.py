@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from finetune.adapter_file import Adapter, Pair, Tokens
 from finetune.errors import InputError, ModelError
@@ -27,7 +28,10 @@ _PLAIN = (*FLOATS, "F64", "I64", "BOOL")
 
 @dataclass(frozen=True)
 class Architecture:
-    """What headers do not say: tied matrices, the prefix some files leave out, and transposed linear layers."""
+    """What headers do not say: tied matrices, names that differ from the modules', and transposed linear layers.
+
+    Files may leave out `prefix`, and `renamings` are transformers' own from a file's names to a module's.
+    """
 
     tied: bool
     embedding: str
@@ -35,6 +39,13 @@ class Architecture:
     prefix: str
     conv1d: bool | None
     quantised: bool
+    renamings: tuple[Any, ...] = ()
+
+    def module_name(self, name: str) -> str:
+        """The name under which transformers and peft know a tensor of the files."""
+        for renaming in self.renamings:
+            name = renaming.rename_source_key(name)[0]
+        return name
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,27 @@ def read_architecture(base: Path) -> Architecture:
     # GPT-2 and its kin keep linear weights as in x out, in a class that their module imports by this name.
     conv1d = None if made is None else hasattr(sys.modules[made.__module__], "Conv1D")
     prefix = getattr(made, "base_model_prefix", "model")
-    return Architecture(bool(tied), ties[head], head, prefix, conv1d, bool(config.get("quantization_config")))
+    packed = bool(config.get("quantization_config"))
+    return Architecture(
+        bool(tied), ties[head], head, prefix, conv1d, packed, _renamings(base, made, config.get("model_type"))
+    )
+
+
+def _renamings(base: Path, made: Any, model_type: str | None) -> tuple[Any, ...]:
+    """Gemma 3 and other models with a vision part are stored under names of older versions of transformers.
+
+    Only an empty model knows all of transformers' rules for it; most models have none, and none is built for them.
+    """
+    import torch
+    from transformers import AutoConfig, conversion_mapping, core_model_loading
+
+    known = conversion_mapping.get_checkpoint_conversion_mapping
+    if made is None or not (known(model_type) or known(made.__name__)):
+        return ()
+    with torch.device("meta"):
+        model = made._from_config(AutoConfig.from_pretrained(base))
+    found = conversion_mapping.get_model_conversion_mapping(model)
+    return tuple(each for each in found if isinstance(each, core_model_loading.WeightRenaming))
 
 
 def plan_layout(
@@ -198,8 +229,9 @@ class _Planner:
         self.base, self.shards, self.model, self.dtype, self.four_bits = base, shards, model, dtype, four_bits
         self.adapters = [each.adapter for each in adapters]
         self.stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+        self.files = {model.module_name(name): name for name in self.stored}
         # `transformer.` of GPT-2 stands in front of no name in its files; where it stands, it is part of every name.
-        self.headless = not any(name.startswith(f"{model.prefix}.") for name in self.stored)
+        self.headless = not any(name.startswith(f"{model.prefix}.") for name in self.files)
         self.embedding, self.head = self.place(model.embedding), self.place(model.head)
         self.pairs: dict[str, list[Pair]] = {}
         self.whole: dict[str, Tensor] = {}
@@ -216,7 +248,7 @@ class _Planner:
 
     def place(self, name: str) -> str:
         """Name in the base's files."""
-        return name.removeprefix(f"{self.model.prefix}.") if self.headless else name
+        return self.files.get(name) or (name.removeprefix(f"{self.model.prefix}.") if self.headless else name)
 
     def layout(self) -> Layout:
         self.check_places()

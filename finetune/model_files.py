@@ -91,7 +91,7 @@ def side_files(
         notes.append("tie_word_embeddings is now false: the trained input embedding and output head differ.")
     if vocabulary is not None:
         for part in (config, config.get("text_config")):
-            if part is config or (isinstance(part, dict) and "vocab_size" in part):
+            if isinstance(part, dict) and "vocab_size" in part:
                 part["vocab_size"] = vocabulary
         notes.append(f"The vocabulary has {vocabulary:,} tokens now, as the adapter brings them.")
     if set(trained) - set(_ids(config.get("eos_token_id"))):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
-from finetune.merge_layout import FourBits, Weighted
+from finetune.merge_layout import FourBits, Weighted, read_architecture
 from finetune.merge_math import VALUES, four_bits, load, torch_dtype
 from finetune.weight_files import FLOATS, Tensor, read_model
 
@@ -41,6 +41,7 @@ TOLERANCE = 1e-3
 """Largest difference, beside a largest logit of 1, that float32 itself explains."""
 
 _ADAPTER = re.compile(r"\.(?P<name>adapter\d+)(?=\.|$)")
+_EXPERTS = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
 _BASE_MODEL = "base_model.model."
 
 
@@ -250,8 +251,10 @@ class _Files:
 
     @cached_property
     def stored(self) -> dict[str, Tensor]:
-        """The folder's tensors by name."""
-        return {tensor.name: tensor for shard in read_model(self.folder) for tensor in shard.tensors.values()}
+        """The folder's tensors by their modules' names."""
+        known = read_architecture(self.folder)
+        found = (tensor for shard in read_model(self.folder) for tensor in shard.tensors.values())
+        return {known.module_name(tensor.name): tensor for tensor in found}
 
     @cached_property
     def own(self) -> list[dict[str, Tensor]]:
@@ -279,6 +282,8 @@ class _Files:
 
     def get(self, name: str, begin: int = 0, end: int | None = None, *, exact: bool = False) -> torch.Tensor:
         """A parameter, or some rows of it, in float32; with `exact` neither rounded nor widened."""
+        if experts := _EXPERTS.fullmatch(_in_base(name)):
+            return self._packed(experts["module"], experts["part"])
         tensor = self.find(name)
         how = (self.four_bits or {}).get(tensor.name)
         values = four_bits(load(tensor), how)[begin:end] if how else load(tensor, begin, end)
@@ -288,12 +293,25 @@ class _Files:
             values = values.to(torch_dtype(dtype))
         return values.float() if values.is_floating_point() else values
 
+    def _packed(self, module: str, part: str) -> torch.Tensor:
+        """All experts of a layer as transformers packs them, [experts, out, in], from files that keep each alone."""
+        import torch
+
+        names = [name for name in self.stored if re.fullmatch(rf"{re.escape(module)}\.\d+\.down_proj\.weight", name)]
+        if not names:
+            raise NotProvable(f"its files have no '{module}.{part}'")
+        parts = part.replace("gate_up_proj", "gate_proj,up_proj").split(",")
+        packed = [
+            torch.cat([self.get(f"{module}.{number}.{each}.weight") for each in parts])
+            for number in range(len(names))
+        ]
+        return torch.stack(packed)
+
     def type_of(self, name: str) -> str | None:
         """The type that a parameter is rounded to; none for those of adapters."""
         for each in (name, *(self.twins or {}).get(name, ())):
-            plain = _in_base(each).replace(".trainable_tokens_delta", ".weight")
-            if found := (self.rounded or {}).get(plain) or (self.rounded or {}).get(plain.removeprefix(self.prefix)):
-                return found
+            if tensor := self._of_base(each.replace(".trainable_tokens_delta", ".weight")):
+                return (self.rounded or {}).get(tensor.name)
         return None
 
 

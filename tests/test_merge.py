@@ -271,6 +271,48 @@ def gpt2(folder: Path, *, headless: bool = False) -> Path:
     return folder
 
 
+def test_a_model_with_a_vision_part(tmp_path: Path) -> None:
+    """Gemma 3's files say `language_model.model.layers`, its modules and adapters `model.language_model.layers`."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    tokenizer = tiny_tokenizer()
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text = {**size, "vocab_size": len(tokenizer) + 4, "num_hidden_layers": 2, "head_dim": 16}
+    vision = {**size, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+    config: Any = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=320)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "base", tmp_path / "adapter", targets=r".*language_model.*(q_proj|up_proj)")
+    result = merge_adapter(tmp_path / "base", adapter, tmp_path / "out", rows=ROWS)
+    assert result.merged == 4
+    assert set(weights(result.folder)) == set(weights(tmp_path / "base"))
+    assert any(name.startswith("language_model.model.layers.0.") for name in weights(result.folder))
+    assert_same_answers(tmp_path / "base", adapter, result.folder)
+    assert result.proof is not None, result.notes
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """The files keep each expert alone, and transformers packs them when it loads."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
+        shared_expert_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_experts=3, num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    assert "model.layers.0.mlp.experts.2.down_proj.weight" in weights(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "base", tmp_path / "adapter", targets=["q_proj", "o_proj"])
+    result = merge_adapter(tmp_path / "base", adapter, tmp_path / "out", rows=ROWS)
+    peft = with_peft(tmp_path / "base", adapter).merge_and_unload().state_dict()
+    changed = [name for name in weights(result.folder) if "self_attn" in name]
+    assert all(torch.equal(weights(result.folder)[name], peft[name]) for name in changed)
+    assert result.proof is not None, result.notes
+    assert result.proof.difference < 1e-5
+
+
 @pytest.mark.parametrize("headless", [False, True])
 @pytest.mark.parametrize(
     "config",
