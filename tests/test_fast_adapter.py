@@ -28,12 +28,13 @@ def _short_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
 FAMILIES = ("llama", "gemma2", "qwen2", "phi3", "mistral")
 
 
-def base(kind: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 3) -> Any:
+def base(kind: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 3, **fields: Any) -> Any:
     torch.manual_seed(0)
+    usual: dict[str, Any] = {"attn_implementation": "eager"}
     config = AutoConfig.for_model(
         kind, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        attn_implementation="eager",
+        **{**usual, **fields},
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -109,13 +110,14 @@ def whole(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> flo
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many layers each call of the function computes."""
+    """How many outputs each call of the function gives, one for each layer that it serves."""
     calls: list[int] = []
     apply = adapter._Together.apply
 
-    def watched(x: Any, low: Any, layers: Any, *rest: Any) -> Any:
-        calls.append(len(layers))
-        return apply(x, low, layers, *rest)  # type: ignore[no-untyped-call]
+    def watched(*args: Any) -> Any:
+        outputs = apply(*args)  # type: ignore[no-untyped-call]
+        calls.append(len(outputs))
+        return outputs
 
     with monkeypatch.context() as patch:
         patch.setattr(adapter._Together, "apply", watched)
@@ -161,9 +163,34 @@ def test_its_derivatives_are_right(packed: bool) -> None:
     adapters = [*(part.lora_A["default"].weight for part in layers), *(p.lora_B["default"].weight for p in layers)]
 
     def run(x: torch.Tensor, *weights: torch.Tensor) -> Any:
-        return adapter._Together.apply(x, None, layers, *weights)  # type: ignore[no-untyped-call]
+        return adapter._Together.apply(x, None, adapter.Linears.of(layers), *weights)  # type: ignore[no-untyped-call]
 
     assert torch.autograd.gradcheck(run, (x.double().requires_grad_(), *adapters))
+
+
+@pytest.mark.parametrize("adapted", [["k_proj"], ["q_proj", "v_proj"], []])
+def test_its_derivatives_are_right_with_frozen_layers_beside_it(adapted: list[str]) -> None:
+    torch.manual_seed(0)
+    model: Any = torch.nn.Module()
+    for name, out in (("q_proj", 5), ("k_proj", 3), ("v_proj", 3)):
+        setattr(model, name, torch.nn.Linear(6, out, bias=name == "q_proj"))
+    model.requires_grad_(False)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules=adapted)).get_base_model()
+    model.double()
+    layers = [model.q_proj, model.k_proj, model.v_proj]
+    halves = adapter.adapters_of(layers)
+    assert len(halves) == 2 * len(adapted)
+    for half in halves:
+        torch.nn.init.normal_(half, std=0.3)
+
+    def run(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        return adapter._Together.apply(x, None, adapter.Linears.of(layers), *weights)  # type: ignore[no-untyped-call]
+
+    x = torch.randn(2, 2, 6, dtype=torch.float64, requires_grad=True)
+    for found, layer in zip(run(x, *halves), layers, strict=True):
+        torch.testing.assert_close(found, layer(x), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(run, (x, *halves))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -173,6 +200,7 @@ def test_gradients_are_pefts_in_fp32(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert attach(model) == (12 if kind == "phi3" else 21)
     with counted(monkeypatch) as calls:
         found, mine = gradients(model)
+    # The first call serves q, k and v (phi3 has one product for them), then o, then gate and up, then down.
     assert calls == ([1, 1, 1, 1] if kind == "phi3" else [3, 1, 2, 1]) * 3
     assert found == pytest.approx(loss, rel=1e-6)
     assert distance(mine, right) < 1e-5
@@ -223,6 +251,26 @@ def test_any_plain_lora_has_pefts_gradients(config: dict[str, Any]) -> None:
     _, right = gradients(model)
     assert attach(model) > 0
     assert distance(gradients(model)[1], right) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "adapters", "served"),
+    [
+        # Frozen layers join the call of those that read the same input, and run alone where none does.
+        ({"target_modules": ["q_proj", "v_proj"]}, 6, [3, 1, 2, 1] * 3),
+        ({"target_modules": ["down_proj"]}, 3, [3, 1, 2, 1] * 3),
+        # Layers without any adapter stay torch's.
+        ({"layers_to_transform": [1], "target_modules": ["q_proj"]}, 1, [3, 1, 2, 1]),
+    ],
+)
+def test_frozen_layers_join_the_adapters_beside_them(
+    config: dict[str, Any], adapters: int, served: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(base(), **config)
+    assert attach(model) == adapters
+    with counted(monkeypatch) as calls:
+        gradients(model)
+    assert calls == served
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -362,6 +410,7 @@ def test_every_other_use_of_the_model_is_pefts(run: Callable[[Any], Any]) -> Non
         ({"use_dora": True}, "Dora"),
         ({"bias": "lora_only", "target_modules": ["q_proj"]}, "trained beside"),
         ({"target_modules": ["embed_tokens"]}, "Embedding"),
+        ({"target_modules": ["lm_head"]}, "outside of the layers"),
     ],
 )
 def test_what_it_cannot_stays_pefts_and_the_log_says_why(
@@ -467,11 +516,12 @@ def test_a_layer_that_is_not_called_runs_alone_from_then_on(monkeypatch: pytest.
         def forward(self, x: Any) -> Any:
             return self.q_proj(x)
 
-    model = get_peft_model(Half(), LoraConfig(target_modules=["q_proj", "k_proj"]))
+    whole = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Half()])})
+    model = get_peft_model(whole, LoraConfig(target_modules=["q_proj", "k_proj"])).get_base_model()
     attach(model)
     with counted(monkeypatch) as calls:
         for _ in range(3):
-            model(torch.randn(2, 8)).sum().backward()
+            model["layers"][0](torch.randn(2, 8)).sum().backward()
     assert calls == [2, 1, 1]
 
 

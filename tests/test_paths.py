@@ -78,7 +78,7 @@ ROWS = Lengths.read([(100, 40), (300, 20), (200, 199)], "rows")
         (H100, LLAMA, 1, Batch(1, 300, 20)),
         (H100, LLAMA, 2, Batch(2, 300, 219, padded=True)),
         (H100, LLAMA, 4, Batch(4, 300, 20 + 199 + 40 + 40, padded=True)),  # fewer rows than asked: the last again
-        (CPU, SMALL, 1, Batch(1, 300, 20)),
+        (CPU, SMALL, 1, Batch(1, 300, 20, flat=True)),
         (CPU, SMALL, 2, Batch(1, 500, 219, flat=True)),
         (CPU, SMALL, 4, Batch(1, 300 + 200 + 100 + 100, 299, flat=True)),
     ],
@@ -114,8 +114,8 @@ def test_rows_lie_flat_on_a_cpu_when_the_model_keeps_them_apart() -> None:
     assert packing_of(flash, "llama", H100)[0] == "step"
 
 
-def test_a_row_alone_does_not_lie_flat_but_a_pack_does() -> None:
-    for packing, flat in (("step", [False, True]), (True, [True, True]), (False, [False, False])):
+def test_a_row_alone_lies_flat_too_where_rows_do() -> None:
+    for packing, flat in (("step", [True, True]), (True, [True, True]), (False, [False, False])):
         found = [
             lies_flat(settled(LLAMA, CPU, train__micro_batch=micro, data__packing=str(packing).lower())[0])
             for micro in (1, 2)
@@ -163,9 +163,10 @@ def test_models_that_may_mix_rows_are_not_packed(packing: str) -> None:
         (H100, GEMMA, {}, ("bfloat16", "bfloat16", "eager", "tiled")),
         (T4, LLAMA, {}, ("float16", "float16", "efficient", "tiled")),
         (named_device("24GB"), LLAMA, {}, ("bfloat16", "bfloat16", "flash", "tiled")),
-        # The embedded model's micro-batches lie flat on a CPU; a single row needs nothing to keep it apart.
+        # The embedded model's micro-batches lie flat on a CPU, those of one row as well.
         (CPU, SMALL, {"train__micro_batch": "2"}, ("float32", None, "documents", "onepass")),
-        (CPU, SMALL, {"train__micro_batch": "1"}, ("float32", None, "cpu", "onepass")),
+        (CPU, SMALL, {"train__micro_batch": "1"}, ("float32", None, "documents", "onepass")),
+        (CPU, SMALL, {"data__packing": "false"}, ("float32", None, "cpu", "onepass")),
         (CPU, SMALL, {"load__attention": "eager"}, ("float32", None, "eager", "onepass")),
         (CPU, SMALL, {"fast__head": "false", "fast__attention": "false"}, ("float32", None, "cpu", "supervised")),
         (CPU, GEMMA, {"train__micro_batch": "2"}, ("float32", None, "eager", "onepass")),
@@ -178,6 +179,30 @@ def test_types_kernels_and_loss(
     path = path_of(recipe, facts, device)
     assert (path.weights, path.autocast, path.attention, path.loss) == expected
     assert (path.device, path.optimizer) == (device.kind, recipe.train.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "kind", "sets", "lean", "turned"),
+    [
+        (CPU, SMALL, "lora", {}, True, True),
+        (CPU, SMALL, "lora", {"train__precision": "bf16", "load__dtype": "bfloat16"}, True, True),
+        # Products in bf16 beside rotation tables in fp32: transformers turns.
+        (CPU, SMALL, "lora", {"train__precision": "bf16", "load__dtype": "float32"}, True, False),
+        (CPU, SMALL, "lora", {"fast__layers": "false"}, False, True),
+        (CPU, SMALL, "lora", {"fast__adapters": "false"}, False, True),
+        (CPU, SMALL, "lora", {"fast__attention": "false"}, True, False),
+        (CPU, SMALL, "lora", {"data__packing": "false"}, True, False),
+        (CPU, SMALL, "full", {}, False, True),  # trained norms and MLPs are transformers'
+        (CPU, GEMMA, "lora", {}, True, False),  # its attention is eager
+        (H100, LLAMA, "lora", {}, True, False),
+    ],
+)
+def test_which_layers_run_lean_and_where_attention_turns(
+    device: Device, model: str, kind: str, sets: dict[str, str], lean: bool, turned: bool
+) -> None:
+    recipe, facts = settled(model, device, kind, **sets)
+    path = path_of(recipe, facts, device)
+    assert (path.lean, path.turned) == (lean, turned)
 
 
 def test_full_fine_tuning_is_in_fp32_under_autocast() -> None:

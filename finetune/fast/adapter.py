@@ -336,10 +336,13 @@ def attach(model: Any) -> int:
         for child in found.values():
             _Group([child])
     reasons = Counter(filter(None, map(why_not, layers)))
+    served = len(layers) - sum(reasons.values())
+    others = [m for m in model.modules() if isinstance(m, LoraLayer) and m not in layers]
+    reasons.update(why_not(other) or "outside of the layers" for other in others)
     if reasons:
         said = ", ".join(f"{why} ({count} layers)" for why, count in reasons.items())
         log.info("peft's own code runs adapters: %s.", said)
-    return len(layers) - sum(reasons.values())
+    return served
 
 
 def _blocks(model: Any) -> list[Any]:

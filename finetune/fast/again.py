@@ -24,10 +24,13 @@ class Made(NamedTuple):
 
 def made_from(x: Any, make: Callable[..., Any], *sources: Any) -> Any:
     """Note on a tensor how it can be made again, and return it. An operation's result has no note."""
-    setattr(x, _NOTE, Made(make, sources))
+    setattr(x, _NOTE, (Made(make, sources), x._version))
     return x
 
 
 def what_to_keep(x: Any, otherwise: Any) -> Made:
-    """The sources of a tensor with a note; `otherwise` the tensor of that name, as it is."""
-    return getattr(x, _NOTE, None) or Made(lambda same: same, (otherwise,))
+    """The sources of a tensor with a note that holds; `otherwise` the tensor of that name, as it is."""
+    made, version = getattr(x, _NOTE, (None, None))
+    if made is not None and version == x._version:  # not changed in place since
+        return made  # type: ignore[no-any-return]
+    return Made(lambda same: same, (otherwise,))

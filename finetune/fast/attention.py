@@ -69,7 +69,9 @@ def attend(
     slides = sliding_window and _longest(ends) > sliding_window
     if slides or dropout or query.device.type == "cuda":
         return _by_torch(query, key, value, ends, dropout, scaling, sliding_window), None
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # Under autocast torch's attention takes 16 bits; a rotation by fp32 tables has left queries and keys in fp32.
+    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    q, k, v = (x.to(low).transpose(1, 2) for x in (query, key, value))
     out: torch.Tensor = _Rows.apply(q, k, v, None, None, ends, scaling)  # type: ignore[no-untyped-call]
     return out, None
 
