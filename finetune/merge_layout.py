@@ -181,7 +181,7 @@ def _renamings(base: Path, made: Any, model_type: str | None) -> tuple[Any, ...]
     import torch
     from transformers import AutoConfig, conversion_mapping, core_model_loading
 
-    known = conversion_mapping.get_checkpoint_conversion_mapping
+    known: Any = conversion_mapping.get_checkpoint_conversion_mapping
     if made is None or not (known(model_type) or known(made.__name__)):
         return ()
     with torch.device("meta"):
