@@ -68,10 +68,15 @@ The modules in reading order, which is also the only legal direction of imports:
     converter     llama.cpp's own scripts
     ollama        a chat template in Ollama's language
     launch        several processes of one machine
+    startup       what a process is told before torch is imported
     ---------------------------------------------------------------- above this line nothing imports torch
+    fast.products  products with a frozen weight, by the quickest library
+    fast.again    activations that are made again from what is kept anyway
     fast.head     the loss on supervised rows only
     fast.attention  rows that lie end to end, one by one
-    fast.adapter  adapters that share an input, as one autograd function
+    fast.adapter  layers that share an input, as one autograd function
+    fast.layers   norms and gated MLPs that keep little
+    fast.host     freed memory stays with the process
     model         weights on the device, adapter attached
     lengths       how long the rows are, in the model's tokens
     measure       what a step really takes
@@ -83,12 +88,15 @@ The modules in reading order, which is also the only legal direction of imports:
     trainer       everything above -> one SFTTrainer
     generate      a run or a model folder -> text
     infer         a file of questions -> a file of answers
+    architecture  what the headers of a model do not say
     merge_layout  which tensor of a merge comes from where
     merge_math    W + scale * B @ A, some rows at a time
     merge_folder  a folder that is complete or absent
     publish       a merged folder on the hub
+    streamed      a model that reads its weights when it needs them
     proof         a merged model answers as base plus adapter
-    merge         an adapter folded into its base
+    fold          adapters folded into a base, folder to folder
+    merge         the verb `merge`: runs and adapters to their base
     evaluate      held-out rows -> scores
     report        numbers -> what a person likes to read
     plan_page     a plan as a page and as a drawing

@@ -197,6 +197,7 @@ def train(
     """Train a recipe and leave a run folder."""
     from finetune.launch import use_one_card
     from finetune.run import check_output, open_run
+    from finetune.startup import prepare_process
 
     if (recipe is None) == (resume is None):
         raise InputError(
@@ -212,6 +213,7 @@ def train(
         if output is not None:
             check_output(output)  # before the libraries are loaded
     use_one_card()
+    prepare_process(loaded)
     with _stdout_for_json(as_json):
         from finetune.train import train as run_training
 

@@ -22,6 +22,7 @@ from finetune.errors import FinetuneError, InputError
 from finetune.facts import Facts
 from finetune.fast.attention import documents
 from finetune.fast.head import IGNORED, is_plain, labels_of, onepass_loss, output_head, supervised_loss
+from finetune.fast.host import keep_freed_memory
 from finetune.heads import Logits, logits_of
 from finetune.model import trained_in_fp32, training_device
 from finetune.paths import lies_flat, path_of
@@ -220,6 +221,8 @@ def build_trainer(
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention,
     )
+    if device.kind == "cpu" and recipe.fast.memory:
+        keep_freed_memory()
     apart = path.attention == "documents"
     trainer = Trainer(
         logits=logits,

@@ -346,10 +346,11 @@ def _finetune(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, 
     """The toolkit's own story of a run; it is stopped once, to hand its trainer to the watch."""
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
     from finetune.recipe import Recipe
-
-    story = import_module("finetune.train")  # the package has a function of the same name
+    from finetune.startup import prepare_process
 
     recipe = Recipe.model_validate(work["recipe"])
+    prepare_process(recipe)  # as the command does
+    story = import_module("finetune.train")  # the package has a function of the same name
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": watch.steps})})
     build, built = story.build_trainer, []
 

@@ -157,12 +157,19 @@ class _MLPForward:
         if (
             torch.is_grad_enabled()
             and enough(x)
-            and not any(why_not(each) or not same_types(each, x, low) for each in layers)
+            and not any(why_not(each) or not same_types(each, x, low) or _hooked(each) for each in layers)
         ):
             pair, last = layers[:2], layers[2:]
             adapters = *adapters_of(pair), *adapters_of(last)
             return _MLP.apply(x, low, self.gelu, Linears.of(pair), Linears.of(last), *adapters)  # type: ignore[no-untyped-call]
         return type(module).forward(module, x)
+
+
+def _hooked(layer: Any) -> bool:
+    """Whether somebody waits for this layer to be called; peft does, for rows that take several adapters."""
+    return bool(
+        layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- attach
