@@ -167,6 +167,7 @@ def _without_walks(model: Any) -> Iterator[None]:
     """transformers asks for training mode and for no gradients in every step, each time through all modules."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     walk = model.train
+    walk()  # once: a peft model is in training mode from the beginning, the model inside of it is not
 
     def train(mode: bool = True) -> Any:
         return model if model.training == mode else walk(mode)

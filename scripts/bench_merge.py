@@ -176,7 +176,7 @@ def _ours(*, proved: bool) -> Any:
     from transformers import Qwen2ForCausalLM  # noqa: F401
 
     from finetune.facts import read_facts
-    from finetune.merge import Options, merge_adapter
+    from finetune.fold import Options, merge_adapter
 
     def work(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
         vocabulary = read_facts(str(base)).vocab_size

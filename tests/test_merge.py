@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from finetune.adapter_file import lora_scale, pattern_value
 from finetune.errors import FinetuneError, InputError, ModelError, RunError
-from finetune.merge import Merged, Options
-from finetune.merge import merge_adapter as real_merge
+from finetune.fold import Merged, Options
+from finetune.fold import merge_adapter as real_merge
 from finetune.model_files import repair_generation
 from finetune.weight_files import fingerprint, read_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -760,11 +760,9 @@ PRELUDE = """
 import sys
 sys.path[:0] = [{source!r}]
 from pathlib import Path
-import finetune.merge
+from finetune import fold as merge
 from finetune import weight_files
-from finetune.merge_layout import Architecture
-
-merge = sys.modules["finetune.merge"]  # `finetune.merge` itself is the verb
+from finetune.architecture import Architecture
 
 answer = Architecture(False, "model.embed_tokens.weight", "lm_head.weight", "model", False, False)
 merge.read_architecture = lambda base: answer

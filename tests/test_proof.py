@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from finetune import merge_math
 from finetune.adapter_file import read_adapter
 from finetune.errors import FinetuneError
-from finetune.merge import Merged, Options, merge_adapter
+from finetune.fold import Merged, Options, merge_adapter
 from finetune.merge_layout import Weighted
-from finetune.proof import NotProvable, Proof, prove, take
+from finetune.proof import Proof, prove, take
+from finetune.streamed import Files, NotProvable
 from tests.test_merge import ROWS, edit, gpt2, load_model, with_peft, write_adapter
 from tests.tiny import tiny_model
 
@@ -153,8 +154,6 @@ def test_memory_is_that_of_one_module(
     """Every tensor is read for a moment: at no time are two large modules' parameters alive."""
     import gc
 
-    from finetune import proof
-
     merge_adapter(*pair, tmp_path / "out")
 
     def alive() -> int:
@@ -164,14 +163,14 @@ def test_memory_is_that_of_one_module(
     most: list[int] = []
     gc.collect()
     before = alive()  # models of other tests
-    whole, calls = proof._Files.get, iter(range(10**6))
+    whole, calls = Files.get, iter(range(10**6))
 
     def watched(self: Any, name: str, *rest: Any, **more: Any) -> torch.Tensor:
         if next(calls) % 25 == 0:  # looking at all objects takes its time
             most.append(alive())
         return whole(self, name, *rest, **more)
 
-    monkeypatch.setattr(proof._Files, "get", watched)
+    monkeypatch.setattr(Files, "get", watched)
     prove(pair[0], weigh(pair[1]), tmp_path / "out", ROWS[:1])
     assert len(most) > 3
     assert 0 < max(most) - before < 4 * 64 * (128 + 4 * 3), "more than one linear layer with its pair, in float32"
