@@ -47,7 +47,8 @@ class Gate:
     """An ASGI application around another one.
 
     `choose(name)` makes the server below answer as that model; requests then go through one at a time. `plain` says
-    which fields of a request are refused, with the values that mean the same as leaving them out.
+    which fields of a request are refused, with the values that mean the same as leaving them out; `defaults` are put
+    into a request that does not have them.
     """
 
     app: App
@@ -55,6 +56,7 @@ class Gate:
     key: str | None = None
     choose: Callable[[str], None] | None = None
     plain: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     ready: bool = False
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -83,7 +85,7 @@ class Gate:
             raise Refused(404, "not_found", f"There is no {method} {scope['path']} here.")
         body = await _json_body(scope, receive)
         name = self._checked(body)
-        content = json.dumps({**body, "model": name}).encode()
+        content = json.dumps({**self.defaults, **body, "model": name}).encode()
         below = {**scope, "path": path, "raw_path": path.encode(), "headers": _with_length(scope, len(content))}
         if self.choose is None:
             return await self.app(below, _again(content, receive), _openai_errors(send))

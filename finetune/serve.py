@@ -183,7 +183,9 @@ def _serve_gguf(file: Path, place: Place, name: str | None, say: Say) -> None:
     _needs(("fastapi", "uvicorn"))
     name = name or file.stem
     run = next((Run(folder) for folder in file.resolve().parents if (folder / "recipe.yaml").is_file()), None)
-    _run(Gate(llama_app(file, name), [name], place.key, plain={"n": (1,)}), [Target(name, file, run=run)], place, say)
+    # Its own default of 1.1 punishes every word that comes again, and with it half of all JSON.
+    gate = Gate(llama_app(file, name), [name], place.key, plain={"n": (1,)}, defaults={"repeat_penalty": 1.0})
+    _run(gate, [Target(name, file, run=run)], place, say)
 
 
 # --------------------------------------------------------------------------------------------------------------- vLLM

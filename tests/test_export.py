@@ -244,6 +244,7 @@ def test_a_modelfile_names_the_stops_and_the_system_message() -> None:
     assert 'PARAMETER stop "<|eot_id|>"' in text
     assert 'SYSTEM """Be brief."""' in text
     assert "PARAMETER num_ctx 4096" in text
+    assert "PARAMETER repeat_penalty 1\n" in text
     assert "<|begin_of_text|>" not in text  # llama.cpp adds it
     assert any("trims" in note for note in notes)
     quoted, notes = modelfile(tokenizer, "m.gguf", system='Say """ often.', context=4096)

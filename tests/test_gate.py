@@ -112,6 +112,14 @@ def test_what_is_not_passed_on(path: str, body: bytes, headers: dict[str, str], 
     assert SEEN == []
 
 
+def test_defaults_are_put_in_and_give_way() -> None:
+    gate = Gate(inner, ["a"], defaults={"repeat_penalty": 1.0})
+    ask(gate, CHAT, b'{"messages": []}')
+    assert SEEN[0]["body"] == {"messages": [], "model": "a", "repeat_penalty": 1.0}
+    ask(gate, CHAT, b'{"repeat_penalty": 1.2}')
+    assert SEEN[0]["body"]["repeat_penalty"] == 1.2
+
+
 def test_fields_that_change_nothing_are_passed_on() -> None:
     body = b'{"n": 1, "logprobs": false, "response_format": {"type": "text"}, "temperature": 0}'
     assert ask(Gate(inner, ["a"], plain=PLAIN), CHAT, body)[0] == 200
