@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -599,6 +600,18 @@ def test_any_failure_leaves_nothing(pair: tuple[Path, Path], tmp_path: Path, err
     (tmp_path / "deep/out.part-1").mkdir()  # of a merge that was killed
     merge_adapter(*pair, tmp_path / "deep" / "out")
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+def test_a_merge_that_still_runs_is_left_alone(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    part = tmp_path / "out.part-1"
+    part.mkdir()
+    handle = os.open(part, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)  # as its process does while it lives
+    try:
+        merge_adapter(*pair, tmp_path / "out")
+        assert part.is_dir()
+    finally:
+        os.close(handle)
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
