@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from finetune.recipe import Recipe
 from finetune.run import Run
 from finetune.store import Packs, Rows
 from finetune.train import train
-from tests.flow.conftest import chat_rows, recipe, write_rows
+from tests.flow.conftest import chat_rows, losses, recipe, write_rows
 from tests.tiny import tiny_tokenizer
 
 ROWS = [Encoded([5, 6, 7], [-100, 6, 7]), Encoded([8, 9], [-100, 9]), Encoded([3, 4, 2, 1], [-100, -100, 2, 1])]
@@ -57,6 +58,31 @@ def test_one_pack_teaches_what_its_rows_teach(base: Path, tmp_path: Path) -> Non
     assert packed.read("result.json")["steps"] == apart.read("result.json")["steps"] == 1
     assert packed.read("result.json")["loss"] == pytest.approx(apart.read("result.json")["loss"], rel=1e-5)
     same_adapter(packed, apart)
+
+
+def test_the_fast_ways_log_the_losses_and_tokens_of_the_plain_ones(base: Path, tmp_path: Path) -> None:
+    """Rows share a system prompt, which the fast run computes once; both count it in every row."""
+    talks = [
+        [{"role": "system", "content": "You are a user of the model. " * 2}, *row["messages"]] for row in chat_rows()
+    ]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": talk} for talk in talks])
+    whole = recipe(base, rows, train="precision: fp32", rest="load: {dtype: float32}")
+    off = dict.fromkeys(type(whole.fast).model_fields, False)
+    plain = whole.model_copy(update={
+        "fast": whole.fast.model_copy(update=off), "data": whole.data.model_copy(update={"packing": False}),
+    })  # fmt: skip
+    runs = [train(each, output=tmp_path / name) for name, each in (("fast", whole), ("plain", plain))]
+    found, right = (losses(run.folder) for run in runs)
+    assert found.keys() == right.keys() == set(range(1, 7))
+    assert list(found.values()) == pytest.approx(list(right.values()), rel=1e-4)
+    counts = [
+        [line["num_tokens"] for line in map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+         if "num_tokens" in line]
+        for run in runs
+    ]  # fmt: skip
+    assert counts[0] == counts[1]
+    assert counts[0][-1] == runs[0].read("data.json")["tokens"] == runs[0].read("result.json")["tokens"]
+    same_adapter(*runs)
 
 
 def collate(data: Prepared, numbers: list[int], *, flat: bool) -> dict[str, Any]:
