@@ -149,7 +149,12 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
         tokens, supervised = (sum(column) for column in zip(*sizes, strict=True))
         head = 4 * facts.hidden_size * facts.vocab_size * supervised
         taken.append(step_rows)
-        counts.append({"tokens": tokens, "supervised": supervised, "flop": flop, "flop_head": head})
+        counts.append(
+            {
+                "tokens": tokens, "supervised": supervised, "flop": flop, "flop_head": head,
+                "run": _run_by_us(order.rows_of(step), data.train, job.micro),
+            }
+        )  # fmt: skip
     layers = [[linear.out_features, linear.in_features] for linear in facts.linears()]
     work = {
         "recipe": recipe.model_dump(mode="json"), "steps": taken, "counts": counts,
@@ -159,6 +164,14 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
     _save_adapter(found, facts, model, folder / "adapter")
     (folder / "work.json").write_text(json.dumps(work), encoding="utf-8")
     return work
+
+
+def _run_by_us(numbers: Sequence[int], rows: Any, micro: int) -> int:
+    """Tokens of a step that the toolkit runs: shared beginnings once, and nothing behind the last label."""
+    from finetune.batches import laid_out
+
+    passes = [rows.whole(numbers[start : start + micro]) for start in range(0, len(numbers), micro)]
+    return sum(laid_out(part)["input_ids"].numel() for part in passes)
 
 
 def supervised_in(labels: Sequence[int]) -> int:
@@ -466,7 +479,11 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
     """
     import torch
 
-    def rate(shapes: Sequence[tuple[int, int]], tokens: int, copies: int) -> tuple[float, float]:
+    from finetune.fast import products
+
+    def rate(
+        shapes: Sequence[tuple[int, int]], tokens: int, copies: int, *, plain: bool = True
+    ) -> tuple[float, float]:
         weights = [torch.randn(rows, columns) for _ in range(copies) for rows, columns in shapes]
         inputs = {size: torch.randn(tokens, size) for size in {side for shape in shapes for side in shape}}
         flop = sum(4 * tokens * weight.numel() for weight in weights)
@@ -474,8 +491,13 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
         for _ in range(6):
             began, used = time.perf_counter(), time.process_time()
             for weight in weights:
-                inputs[weight.shape[1]] @ weight.T
-                inputs[weight.shape[0]] @ weight
+                forth, back = inputs[weight.shape[1]], inputs[weight.shape[0]]
+                if plain:
+                    forth @ weight.T
+                    back @ weight
+                else:
+                    products.product(forth, weight)
+                    products.back(back, weight)
             wall.append(time.perf_counter() - began)
             cpu.append(time.process_time() - used)
         return flop / min(wall), flop / min(cpu)
@@ -488,6 +510,7 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
         shapes = [tuple(shape) for shape in work["layers"][:7]]
         layers, head = rate(shapes, tokens, 6), rate([tuple(work["head"])], supervised, 1)
         found[name] = {"tokens": tokens, "supervised": supervised}
+        found[name]["onednn"] = rate(shapes, tokens, 6, plain=False)[0]
         for number, key in enumerate(("", "_cpu")):
             found[name] |= {f"layers{key}": layers[number], f"head{key}": head[number]}
     return found
@@ -608,6 +631,10 @@ class Run:
             and not (self.steps or self.layers or self.rows)
         )
 
+    def arms_of(self, job: str) -> list[str]:
+        """Peers run in the common job, for which their numbers are known."""
+        return [arm for arm in self.arms if arm not in PEERS or job == "common" or len(self.jobs) == 1]
+
     def timed(self, job: str) -> int:
         """Steps timed in each process."""
         return self.steps or JOBS[job].steps
@@ -641,7 +668,11 @@ def best_of(tops: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _job(run: Run, folder: Path, name: str, say: Callable[[str], None], *, shift: bool) -> dict[str, Any]:
     timed = run.timed(name)
-    found: dict[str, Any] = {"about": JOBS[name].about, "steps": timed, "runs": {arm: [] for arm in run.arms}}
+    found: dict[str, Any] = {
+        "about": JOBS[name].about,
+        "steps": timed,
+        "runs": {arm: [] for arm in run.arms_of(name)},
+    }
 
     def one(arm: str, timed: int, grads: Path | None, measure: bool) -> dict[str, Any]:
         spec = {
@@ -659,7 +690,7 @@ def _job(run: Run, folder: Path, name: str, say: Callable[[str], None], *, shift
             cpu, wall = (statistics.fmean(result[key]) for key in ("cpu_s", "wall_s"))
             say(f"{name}, {arm}: {cpu:.2f} CPU-s and {wall:.2f} s a step")
         if first:
-            found["gate"] = _gate(run, folder, found["runs"], say)
+            found["gate"] = _gate(arms, folder, found["runs"], say)
             for arm, verdict in found["gate"].items():
                 if verdict["refused"]:
                     del found["runs"][arm]
@@ -668,10 +699,10 @@ def _job(run: Run, folder: Path, name: str, say: Callable[[str], None], *, shift
     return found
 
 
-def _gate(run: Run, folder: Path, runs: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def _gate(arms: Sequence[str], folder: Path, runs: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """Hold every arm against the first one. Ends the script when one did other work; a peer is left out instead."""
-    reference, found = run.arms[0], {}
-    for arm in run.arms[1:]:
+    reference, found = arms[0], {}
+    for arm in arms[1:]:
         files = (folder / f"{arm}.safetensors", folder / f"{reference}.safetensors")
         verdict = gate(runs[arm][0], runs[reference][0], *files)
         say(f"  gate, {arm} against {reference}: {verdict}")
@@ -701,11 +732,12 @@ def summarize(found: dict[str, Any], counts: Sequence[Mapping[str, float]], top:
     """Medians, ratios of neighbours, and the share of what plain products reach; added to a job's results."""
     runs, arms = found["runs"], {}
     done = counts[1 : 1 + found["steps"]]
-    total = {key: sum(count[key] for count in done) for key in ("tokens", "supervised", "flop", "flop_head")}
+    total = {key: sum(count[key] for count in done) for key in ("tokens", "supervised", "flop", "flop_head", "run")}
     rest = total["flop"] - total["flop_head"]
     least = {key: rest / top[f"layers{key}"] + total["flop_head"] / top[f"head{key}"] for key in ("", "_cpu")}
+    left_out = {key: rest / top[f"layers{key}"] * (1 - total["run"] / total["tokens"]) for key in ("", "_cpu")}
     found |= {
-        **{f"{key}_per_step": total[key] / len(done) for key in ("tokens", "supervised", "flop")},
+        **{f"{key}_per_step": total[key] / len(done) for key in ("tokens", "supervised", "flop", "run")},
         "ceiling": dict(top), "seconds_at_ceiling": least[""] / len(done),
         "cpu_s_at_ceiling": least["_cpu"] / len(done),
     }  # fmt: skip
@@ -713,9 +745,11 @@ def summarize(found: dict[str, Any], counts: Sequence[Mapping[str, float]], top:
     for arm, taken in runs.items():
         cpu, wall = (statistics.median(sum(result[key]) for result in taken) for key in ("cpu_s", "wall_s"))
         losses = taken[0]["losses"]
+        saved = left_out if arm == "finetune" else {"": 0.0, "_cpu": 0.0}
         arms[arm] = {
             "cpu_s": cpu / len(done), "wall_s": wall / len(done),
-            "share_of_ceiling": least[""] / wall, "share_of_ceiling_cpu": least["_cpu"] / cpu,
+            "share_of_ceiling": (least[""] - saved[""]) / wall,
+            "share_of_ceiling_cpu": (least["_cpu"] - saved["_cpu"]) / cpu,
             **{f"{what}_per_s": total[what] / wall for what in ("tokens", "supervised")},
             **{f"{what}_per_cpu_s": total[what] / cpu for what in ("tokens", "supervised")},
             "peak_bytes": taken[0]["peak_bytes"],
@@ -744,7 +778,7 @@ HEADER = (
     "arm", "CPU-s a step", "s a step", "tokens /s", "trained /s", "tokens /CPU-s", "trained /CPU-s", "peak MB",
     "RSS MB", "s to first step", "of the ceiling: CPU, wall", "loss off by",
 )  # fmt: skip
-PLAIN = ("trl", "trl-best")
+PLAIN = ("trl", "trl-best", "unsloth")
 
 
 def cells(found: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -793,7 +827,9 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         f"A step has {found['flop_per_step'] / 1e9:,.0f} GFLOP (finetune.speed: 4 N + 6 P a token, attention, 4 H V "
         f"a supervised token). Plain fp32 products reach {top['layers'] / 1e9:,.0f} GF/s at the layers' shapes with "
         f"{top['tokens']:,.0f} tokens and {top['head'] / 1e9:,.0f} GF/s at the head's with {top['supervised']:,.0f}, "
-        f"so it would take {found['seconds_at_ceiling']:.2f} s, by processor time {found['cpu_s_at_ceiling']:.2f}."
+        f"so it would take {found['seconds_at_ceiling']:.2f} s, by processor time {found['cpu_s_at_ceiling']:.2f}. "
+        f"`finetune` runs {found['run_per_step']:,.0f} of the tokens, and its share counts only those. oneDNN's "
+        f"products, which it takes for the layers, reach {top['onednn'] / 1e9:,.0f} GF/s there."
     )
 
 

@@ -174,14 +174,19 @@ def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
     found: dict[str, Any] = {
         "about": "rows", "steps": 1, "gate": {}, "runs": {"trl": taken([4, 40, 6]), "finetune": taken([2, 10, 12])},
     }  # fmt: skip
-    counts = [{}, {"tokens": 100, "supervised": 50, "flop": 3e9, "flop_head": 1e9}]  # after the step to warm up
-    top = {"layers": 4e9, "head": 2e9, "layers_cpu": 2e9, "head_cpu": 1e9, "tokens": 100, "supervised": 50}
+    # After the step to warm up; the toolkit runs three quarters of its tokens.
+    counts = [{}, {"tokens": 100, "supervised": 50, "flop": 3e9, "flop_head": 1e9, "run": 75}]
+    top = {
+        "layers": 4e9, "head": 2e9, "layers_cpu": 2e9, "head_cpu": 1e9, "tokens": 100, "supervised": 50, "onednn": 5e9,
+    }  # fmt: skip
     bench.summarize(found, counts, top)
     assert found["arms"]["finetune"]["times"]["trl"] == {"cpu": 2.0, "wall": 2.0}
     assert found["arms"]["trl"]["times"]["finetune"] == {"cpu": 0.5, "wall": 0.5}
     assert found["seconds_at_ceiling"] == pytest.approx(2e9 / 4e9 + 1e9 / 2e9)
-    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx(1 / 5)  # 10 CPU-s are 5 s here
-    assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx(2 / 10)
+    # 10 CPU-s are 5 s here; 1.5e9 of the layers' operations are run, and all of the head's.
+    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx((1.5 / 4 + 1 / 2) / 5)
+    assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx((1.5 / 2 + 1) / 10)
+    assert found["arms"]["trl"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 6)
     results = {
         "machine": "a machine", "threads": 2, "date": "today", "versions": {"torch": "2"}, "repetitions": 3,
         "minutes": 1, "jobs": {"home": found},
