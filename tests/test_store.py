@@ -29,6 +29,7 @@ def test_three_rows_by_hand() -> None:
     assert rows.take([2, 0]).take([1]).pairs == [(3, 2)]
     assert rows.take([1, 1]).tokens == 2
     assert rows.ids(0).tolist() == [1, 2, 3]
+    assert rows.whole([2, 0, 2]) == [THREE[2], THREE[0], THREE[2]]
     with pytest.raises(IndexError):
         rows[3]
 
@@ -74,6 +75,7 @@ def test_packs_by_hand() -> None:
         "labels": [[4], [-100, 6, -100, 2, 3]],
         "seq_lengths": [[1], [2, 3]],
     }
+    assert packs.whole([1, 0]) == [THREE[1], THREE[2], THREE[0]]  # the rows in them
     assert packs.take([1])[0] == THREE[1]
     assert packs.column("supervised").dtype.kind == "i"
     assert np.array_equal(packs.lengths, [5, 1])
