@@ -24,6 +24,7 @@ from finetune.fast.attention import documents
 from finetune.fast.head import IGNORED, is_plain, labels_of, onepass_loss, output_head, supervised_loss
 from finetune.fast.host import keep_freed_memory
 from finetune.heads import Logits, logits_of
+from finetune.method import why_alone
 from finetune.model import trained_in_fp32, training_device
 from finetune.paths import lies_flat, path_of
 from finetune.recipe import Recipe
@@ -218,9 +219,11 @@ def build_trainer(
         log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
         logits = None
     log.info(
-        "Loss: %s. Attention: %s.",
+        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention,
+        why_alone(recipe, facts) or "together where they share an input",
+        "keep what they take in" if path.lean else "transformers' own",
     )
     if device.kind == "cpu" and recipe.fast.memory:
         keep_freed_memory()

@@ -42,6 +42,7 @@ SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("data", "data", fields.Data),
     ("train", "train", fields.Train),
     ("evaluate", "evaluate", fields.Evaluate),
+    ("fast", "fast", fields.Fast),
     ("merge", "merge", fields.Merge),
     ("serve", "serve", fields.Serve),
 ]
