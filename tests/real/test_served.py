@@ -141,10 +141,6 @@ def test_llama_cpp_gives_the_same_answers(run: Run, file: Path, answers: list[st
     [adapter] = export(run.folder, "gguf", tmp_path / "adapter", adapter=True).files
     for how in ({"model_path": str(file)}, {"model_path": str(base), "lora_path": str(adapter)}):
         model = Llama(**how, n_ctx=1024, verbose=False)
-        found = [
-            model.create_chat_completion(talk.messages, max_tokens=24, temperature=0)["choices"][0]["message"][
-                "content"
-            ]
-            for talk in conversations()
-        ]
+        asked = {"max_tokens": 24, "temperature": 0, "repeat_penalty": 1.0}
+        found = [model.create_chat_completion(talk.messages, **asked)["choices"][0] for talk in conversations()]
         assert [choice["message"]["content"] for choice in found] == answers
