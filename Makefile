@@ -61,10 +61,11 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m "long and not gpu" $(ARGS)
 
-# Beside the same libraries used plainly; written to docs/benchmarks. About 20 minutes on two quiet cores.
+# Beside the same libraries used plainly; written to docs/benchmarks. About 25 minutes on two quiet cores.
 bench: $(VENV)/.run
 	$(BIN)/python scripts/bench.py $(ARGS)
 	$(BIN)/python scripts/bench_data.py
+	$(BIN)/python scripts/bench_merge.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ _MOST = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to keep what is freed, for the rest of this process; False where there is another malloc."""
+    """Tell glibc's malloc to keep what is freed, until this process ends; False where there is another malloc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
