@@ -122,7 +122,8 @@ class Heads(Attention):
         known = logits_of(facts)
         widths = [low, *([4] if low != 4 else []), *([4] if known and known.cap else [])]
         buffers = [tape.new("logits of one chunk", size, width) for width in widths]
-        del buffers, copy, rows
+        part = tape.new("gradient of one chunk", (size[0], facts.hidden_size), low) if made is not None else None
+        del part, buffers, copy, rows
         loss = tape.new("loss", (1,), 4)
         given = chosen.width
 

@@ -75,8 +75,8 @@ def test_version_and_help(door: Door) -> None:
     assert 0 < way < ground
     shown = re.findall(r"^\W*([a-z]+)  ", text[way:], re.MULTILINE)
     assert shown == [
-        "init", "plan", "data", "train", "eval", "chat", "merge", "serve", "recipes", "facts", "runs", "schema",
-        "launch",
+        "init", "plan", "data", "train", "eval", "chat", "merge", "serve", "infer", "export",
+        "recipes", "facts", "runs", "schema", "launch",
     ]  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def test_two_real_steps_beside_the_plan(tmp_path: Path) -> None:
     found = document(tmp_path, "plan", "smollm2-lora", "--verify", "--set", "data.max_length=32")
     measured = found["measured"]
     assert abs(measured["difference"]) < 0.02
-    assert measured["batch"]["length"] == 4 * 32
+    assert measured["batch"]["length"] == 4 * 31  # the last token of a row predicts nothing and is not run
     assert not list(tmp_path.iterdir())
 
 

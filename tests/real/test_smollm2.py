@@ -33,7 +33,7 @@ def run_recipe(name: str, output: Path) -> Run:
 def assert_measured_as_predicted(run: Run) -> None:
     """The peak of a step, by torch's allocation events, within 2 % of the plan for the same rows."""
     memory = run.read("result.json")["memory"]
-    assert memory["peak_bytes"] > 250_000_000  # at least the weights
+    assert memory["peak_bytes"] > 110_000_000  # at least the weights: 28 M in 16 bits and 106 M in 4
     assert abs(memory["predicted_bytes"] / memory["peak_bytes"] - 1) < 0.02
 
 
