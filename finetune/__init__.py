@@ -20,7 +20,8 @@ The modules in reading order, which is also the only legal direction of imports:
     kernels       what kernels allocate inside themselves
     optimizers    what each optimizer keeps, and needs while it steps
     tape          autograd with sizes instead of numbers
-    linears       products with weights and norms, in sizes
+    norms         norms in sizes
+    linears       products with weights, in sizes
     attention     attention in sizes
     heads         output heads and losses in sizes
     decoder       one training step without torch

@@ -10,7 +10,7 @@ from finetune.recipe import QLoRA, Recipe
 
 SPINS = "10000"
 """Rounds that a thread of torch's waits awake for the next operation. libgomp's own 300,000 are about a millisecond
-in which the processor does nothing for the run; 10,000 cost no wall time and save 3 % of the processor's."""
+in which the processor does nothing for the run."""
 
 
 def prepare_process(recipe: Recipe) -> None:

@@ -547,20 +547,28 @@ def _work(folder: Path) -> dict[str, Any]:
 
 def process(spec: dict[str, Any], threads: int, python: str = sys.executable) -> Any:
     """Run `child` in a process of its own. Ends the script with its last words when it fails."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        file, answer = Path(folder) / "spec.json", Path(folder) / "answer.json"
+        file.write_text(json.dumps({**spec, "begun": time.time()}), encoding="utf-8")
+        run_script([__file__, "--child", str(file), str(answer)], threads, python, spec.get("arm", spec["do"]))
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def run_script(
+    arguments: Sequence[str], threads: int, python: str = sys.executable, name: str = "the script"
+) -> None:
+    """Run a script offline, with so many threads and without a card."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "KINETO_LOG_LEVEL": "99", "PYTHONPATH": str(Path(__file__).parents[1]),
     }  # fmt: skip
+    command = [python, str(Path(arguments[0]).resolve()), *arguments[1:]]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        file, answer = Path(folder) / "spec.json", Path(folder) / "answer.json"
-        file.write_text(json.dumps({**spec, "begun": time.time()}), encoding="utf-8")
-        command = [python, str(Path(__file__).resolve()), "--child", str(file), str(answer)]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            last = "\n".join(done.stderr.strip().splitlines()[-12:])
-            raise SystemExit(f"{spec.get('arm', spec['do'])} ended with {done.returncode}:\n{last}")
-        return json.loads(answer.read_text(encoding="utf-8"))
+    if done.returncode:
+        last = "\n".join(done.stderr.strip().splitlines()[-12:])
+        raise SystemExit(f"{name} ended with {done.returncode}:\n{last}")
 
 
 # --------------------------------------------------------------------------------------------------------------- gate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,3 +16,14 @@ def workdir(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> object:
     """An empty current folder, so that `runs/` is the test's own."""
     monkeypatch.chdir(str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine cost more than small products take."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

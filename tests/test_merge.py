@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,8 @@ from tests.tiny import tiny_model, tiny_tokenizer
 Q = "model.layers.0.self_attn.q_proj"
 IDS = torch.arange(30, 60)[None]
 ROWS = [list(range(30, 70)), list(range(120, 140))]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def merge_adapter(base: Path, adapter: Any, output: Path, *, progress: Any = None, **options: Any) -> Merged:
@@ -120,15 +122,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Sharded float32 bases by whether they are tied, not to be changed."""
     folder = tmp_path_factory.mktemp("bases")
     return {tied: tiny_model(folder / str(tied), tied=tied, shards=2) for tied in (True, False)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine cost more than these small products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

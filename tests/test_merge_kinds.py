@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,14 @@ from tests.tiny import tiny_model
 
 Q = "model.layers.0.self_attn.q_proj"
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Float32 bases by whether they are tied, not to be changed."""
     folder = tmp_path_factory.mktemp("bases")
     return {tied: tiny_model(folder / str(tied), tied=tied) for tied in (True, False)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def says_tied(folder: Path) -> bool:

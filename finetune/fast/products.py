@@ -4,10 +4,9 @@
     back       g W [+ total]    [rows, out] @ [out, in]     the backward pass to the input
 
 torch multiplies fp32 matrices on a CPU by MKL. oneDNN, which torch carries too, takes the same weights as they lie
-and is 10 to 15 % quicker for a decoder's layers and up to 60 % for its output head (AMD Zen 4, 64 to 1,500 rows);
-both are plain fp32 sums, in another order. Its order is the less exact one the longer a sum is (over a vocabulary of
-49,152 it was off by 5e-5, MKL's by 1e-5), so sums of more than `LONGEST` terms go to MKL, and so does everything but
-fp32 on an x86 CPU.
+and is the quicker one on the machines tried; `scripts/bench.py` prints the speed of both. Both are plain fp32 sums,
+in another order. oneDNN's is the less exact one the longer a sum is, so sums of more than `LONGEST` terms (over a
+vocabulary) go to MKL, and so does everything but fp32 on an x86 CPU; `scripts/check_gradients.py` shows how exact.
 """
 
 from __future__ import annotations
