@@ -12,6 +12,7 @@ The modules in reading order, which is also the only legal direction of imports:
     hub_headers   a model on the hub, without its weights
     facts         what a model is, from its headers
     run           the folder one run leaves behind
+    origin        which weights it was trained on
     device        what this machine can hold
     method        full, LoRA, QLoRA: targets and trainable counts
     steps         one training step: its micro-batch, and the path through model and loss

@@ -14,6 +14,7 @@ from finetune.errors import FinetuneError, InputError, RunError
 from finetune.formats import Conversation, Message
 from finetune.model import load_base, load_tokenizer, model_folder, training_device
 from finetune.model_files import read_json
+from finetune.origin import check_origin, read_origin
 from finetune.recipe import Full
 from finetune.run import Run, open_run
 from finetune.weight_files import read_shard
@@ -201,7 +202,8 @@ class Target:
 def find_target(name: str | Path) -> Target:
     """The run, adapter folder or model of this name.
 
-    Raises `RunError` for a run that has trained nothing yet, `ModelError` when there is no such model.
+    Raises `RunError` for a run that has trained nothing yet, `ModelError` when there is no such model, and
+    `InputError` when the base is not the one that the adapter was trained on.
     """
     try:
         run = open_run(name)
@@ -214,7 +216,15 @@ def find_target(name: str | Path) -> Target:
         raise RunError(
             f"{run.folder} has nothing trained yet.", f"Finish it with `finetune train --resume {run.folder}`."
         )
-    return Target(run.name, model_folder(recipe.model, recipe.load.revision), run.adapter, run)
+    return _on_its_base(run.name, recipe.model, recipe.load.revision, run.adapter, run)
+
+
+def _on_its_base(name: str, model: str, revision: str | None, adapter: Path, run: Run | None) -> Target:
+    """Both, the base at the commit that it had when the adapter was trained."""
+    origin = read_origin(adapter, run)
+    folder = model_folder(model, (origin.commit if origin else None) or revision)
+    check_origin(name, origin, model, folder)
+    return Target(name, folder, adapter, run)
 
 
 def _plain_target(path: Path, name: str) -> Target:
@@ -230,7 +240,7 @@ def _plain_target(path: Path, name: str) -> Target:
             f"The adapter {path} does not say which base it belongs to.",
             f"Write the base's name or folder as base_model_name_or_path into {path / adapter_file.CONFIG}.",
         )
-    return Target(path.resolve().name, model_folder(base, config.get("revision")), path)
+    return _on_its_base(path.resolve().name, base, config.get("revision"), path, None)
 
 
 def load_speaker(name: str | Path, *, base: bool = False) -> Speaker:

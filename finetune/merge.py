@@ -18,6 +18,7 @@ from finetune.merge_layout import FourBits
 from finetune.model import load_tokenizer, model_folder
 from finetune.model_card import About, base_name, licence_of
 from finetune.model_files import read_json
+from finetune.origin import other_weights, read_origin
 from finetune.recipe import Dtype, Full, QLoRA, Recipe
 from finetune.run import Run, open_run
 from finetune.weight_files import read_model
@@ -131,35 +132,45 @@ def _base_of(sources: Sequence[Source], given: str | None) -> tuple[Path, str, l
 
     Raises `InputError` when they were trained on different ones, or on another than the one given.
     """
-    named = [(each.name, *_named_base(each)) for each in sources]
-    model, revision = (given, None) if given is not None else (named[0][1], named[0][2])
+    named = [(each, *_named_base(each)) for each in sources]
+    model, revision = named[0][1:] if given in (None, named[0][1]) else (given, None)
     if model is None:
         raise InputError(f"The adapter {sources[0].adapter} does not say what its base is.", "Name it with --base.")
     folder = model_folder(model, revision)
     check_unmerged(folder)
-    own, notes = None, []
-    for name, other, its_revision in named:
-        if other is None or (other, its_revision) == (model, revision):
-            continue
-        theirs = _fingerprint_here(other, its_revision)
-        own = own or weight_files.fingerprint(read_model(folder))
+    own, notes = weight_files.fingerprint(read_model(folder)), []
+    for source, other, its_revision in named:
+        origin = read_origin(source.adapter, source.run)
+        theirs: str | None = origin.sha256 if origin else own
+        if origin is None and other is not None and (other, its_revision) != (model, revision):
+            theirs = _fingerprint_here(other, its_revision)
         if theirs is None:
-            notes.append(f"{name} names {other} as its base; whether {model} is the same cannot be seen here.")
+            notes.append(f"{source.name} names {other} as its base; whether {model} is the same cannot be seen here.")
         elif theirs != own:
+            if origin is not None and other == model:
+                raise other_weights(source.name, origin, model)
             raise InputError(
-                f"The adapter of {name} was trained on {other}, and {model} holds other weights.",
+                f"The adapter of {source.name} was trained on {other or 'another base'}, and {model} holds other "
+                "weights.",
                 "Merge it into its own base; adapters for different bases cannot be added.",
+            )
+        elif origin is None and source.run is not None:
+            notes.append(
+                f"{source.name} does not say what the weights of its base were; whether {model} still holds them "
+                "cannot be seen."
             )
     return folder, model, notes
 
 
 def _named_base(source: Source) -> tuple[str | None, str | None]:
-    """The base that a run or an adapter names, and its revision."""
+    """The base that a run or an adapter names, and its revision: the commit that it had at the training, if known."""
+    origin = read_origin(source.adapter, source.run)
+    commit = origin.commit if origin else None
     if source.run:
         recipe = source.run.recipe()
-        return recipe.model, recipe.load.revision
+        return recipe.model, commit or recipe.load.revision
     config = read_json(source.adapter / adapter_file.CONFIG)
-    return config.get("base_model_name_or_path") or None, config.get("revision")
+    return config.get("base_model_name_or_path") or None, commit or config.get("revision")
 
 
 def _fingerprint_here(model: str, revision: str | None) -> str | None:

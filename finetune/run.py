@@ -2,8 +2,8 @@
 
     runs/<recipe>-<time>/
       recipe.yaml          resolved, no auto left        plan.json      predicted buckets, choices and reasons
-      data.json            counts and fingerprints       metrics.jsonl  one line per logged step
-      events.jsonl         start, resume, checkpoint, interrupt, end
+      data.json            counts and fingerprints       base.json      fingerprint of the weights it is trained on
+      metrics.jsonl        one line per logged step      events.jsonl   start, resume, checkpoint, interrupt, end
       checkpoints/step-N/  complete only when its marker file is there (written last, after fsync)
       adapter/ or model/   what was trained
       result.json          losses, tokens, tokens/s, memory, versions; its presence means the run is finished

@@ -23,6 +23,7 @@ from finetune.generate import Speaker
 from finetune.launch import check_launched
 from finetune.measure import Measured, held_against
 from finetune.model import load_model, load_tokenizer, model_folder, real_device
+from finetune.origin import origin_of, write_beside, write_origin
 from finetune.paths import Lengths
 from finetune.plan import Plan, require_fit, resolve
 from finetune.recipe import Full, Recipe
@@ -68,6 +69,7 @@ def train(
     with _lock(run), Interrupt() as interrupt:
         if _first():
             _check_same_rows(run, data)
+            write_origin(run, origin_of(folder))
             run.write("plan.json", plan.document())
             run.write("data.json", data.counts)
         trainer = build_trainer(recipe, model, tokenizer, data, run, device, interrupt, facts)
@@ -243,6 +245,7 @@ def _save(run: Run, trainer: Trainer, tokenizer: Any, facts: Facts, recipe: Reci
             recipe.model if facts.source.startswith("hub") else config.base_model_name_or_path
         )
         model.save_pretrained(aside, save_embedding_layers=False)
+        write_beside(aside, run)
     tokenizer.save_pretrained(aside)
     generation.save_pretrained(aside)
     if target.exists():

@@ -42,6 +42,7 @@ def test_the_run_folder_remembers_everything(run: Run) -> None:
         "recipe.yaml",
         "plan.json",
         "data.json",
+        "base.json",
         "metrics.jsonl",
         "events.jsonl",
         "checkpoints",
