@@ -13,6 +13,7 @@ The modules in reading order, which is also the only legal direction of imports:
     facts         what a model is, from its headers
     run           the folder one run leaves behind
     origin        which weights it was trained on
+    hub_weights   shards that arrive from the hub while they are used
     device        what this machine can hold
     method        full, LoRA, QLoRA: targets and trainable counts
     steps         one training step: its micro-batch, and the path through model and loss

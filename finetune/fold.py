@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,16 @@ def merge_adapter(
     output: Path,
     options: Options = Options(),  # noqa: B008  (frozen)
     *,
+    shards: list[Shard] | None = None,
     about: About | None = None,
     progress: Progress | None = None,
 ) -> Merged:
     """Write `base` with `adapter`, or with several adapters each times its weight, to the new folder `output`.
 
     Every changed weight is W + sum of weight * scale * B @ A (`merge_math` has all formulas), computed in float32 and
-    rounded once. `about` goes into the model card. `progress` is called with the bytes written so far and in all. The
-    same merge again returns the finished folder unchanged.
+    rounded once. `shards` are those of `base` where some are still on their way. `about` goes into the model card.
+    `progress` is called with the bytes written so far and in all. The same merge again returns the finished folder
+    unchanged.
 
     Raises `InputError` when adapter and base do not fit, `ModelError` for a broken base, `RunError` when `output` is
     in use or `base` is itself a merge result, and `FinetuneError` when the proof fails.
@@ -103,9 +106,9 @@ def merge_adapter(
     base, output = Path(base), Path(output).resolve()
     given = [(Path(adapter), 1.0)] if isinstance(adapter, (str, Path)) else adapter
     check_unmerged(base)
-    shards = read_model(base)
+    shards = read_model(base) if shards is None else shards
     adapters = [Weighted(read_adapter(folder), weight) for folder, weight in given]
-    inputs = _inputs(base, shards, adapters, options)
+    inputs = partial(_inputs, base, shards, adapters, options)
     if done := _finished(output, inputs):
         return done
     used = (options.trained or {}) if options.like_training else {}
@@ -119,15 +122,17 @@ def merge_adapter(
     more = layout.bytes - sum(tensor.size for shard in shards for tensor in shard.tensors.values())
     if layout.untied and dtype is None and more > 0:
         notes.append(f"The output head is a matrix of its own now, which makes the model {more / 1e6:.1f} MB larger.")
-    check_space(output, layout.bytes + beside.bytes)
+    coming = sum(t.size for shard in shards for t in shard.tensors.values() if not t.file.is_file())
+    check_space(output, layout.bytes + beside.bytes, base, coming)
     with new_folder(output) as part:
         write_weights(part, layout, progress)
         write_beside(part, beside)
         if len(layout.files) > 1:
             write_index(part, layout)
+        made_of = inputs()  # reads what is left of the base, before the proof looks for it
         proof, said = _prove(base, adapters, part, options, used)
         notes += said
-        mark = {**inputs, **_counts(layout), "scale": adapters[0].adapter.scale, "notes": notes, **_when()}
+        mark = {**made_of, **_counts(layout), "scale": adapters[0].adapter.scale, "notes": notes, **_when()}
         mark["proof"] = None if proof is None else asdict(proof)
         write_text(part / CARD, model_card(_about(about, output, base, layout, beside, proof)))
         write_json(part / MARK, mark)
@@ -235,7 +240,7 @@ def _made_of(folder: Path) -> str:
     return f"base {base} and adapter {adapter}"
 
 
-def _finished(output: Path, inputs: Mapping[str, Any]) -> Merged | None:
+def _finished(output: Path, inputs: Callable[[], Mapping[str, Any]]) -> Merged | None:
     """The result that is there already, or None when `output` is free; raises `RunError` for anything else."""
     if os.path.ismount(output):
         raise RunError(
@@ -247,7 +252,7 @@ def _finished(output: Path, inputs: Mapping[str, Any]) -> Merged | None:
     if not (output / MARK).is_file():
         raise RunError(f"The output {output} exists and is not an empty folder.", choose)
     mark = read_json(output / MARK)
-    if "bytes" not in mark or _identity(mark) != _identity(inputs):
+    if "bytes" not in mark or _identity(mark) != _identity(inputs()):
         raise RunError(f"The output {output} holds another merge, of {_made_of(output)}.", choose)
     if sum(tensor.size for shard in read_model(output) for tensor in shard.tensors.values()) != mark["bytes"]:
         raise RunError(f"The output {output} is this very merge, and weights are missing from it.", choose)

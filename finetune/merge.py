@@ -5,23 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import get_args
 
 from finetune import adapter_file, embedded, hub_headers, weight_files
 from finetune.data import prepare
 from finetune.errors import FinetuneError, InputError, ModelError, RunError
-from finetune.facts import read_facts
+from finetune.facts import Facts, read_facts
 from finetune.fold import Merged, Options, check_unmerged, merge_adapter
+from finetune.hub_weights import open_weights
 from finetune.merge_folder import Progress
 from finetune.merge_layout import FourBits
 from finetune.model import load_tokenizer, model_folder
 from finetune.model_card import About, base_name, licence_of
 from finetune.model_files import read_json
-from finetune.origin import other_weights, read_origin
+from finetune.origin import commit_of, other_weights, read_origin
 from finetune.recipe import Dtype, Full, QLoRA, Recipe
 from finetune.run import Run, open_run
-from finetune.weight_files import read_model
+from finetune.weight_files import Shard, read_model
 
 _PROOF_ROWS = 8
 _SENTENCES = (
@@ -106,60 +108,74 @@ def merge(
     recipe = first.run.recipe() if first.run else None
     if output is None and (first.run is None or others or weights):
         raise InputError("This merge has no folder of its own.", "Name one with --output.")
-    folder, model, notes = _base_of(sources, base)
+    model, revision = _base_name(sources, base)
     chosen = (dtype or (recipe.merge.dtype if recipe else "keep")).replace("keep", "auto")
     if chosen not in get_args(Dtype):
         raise InputError(f"'{chosen}' is no type to merge into.", "Give keep, float32, bfloat16 or float16.")
     target = output or sources[0].adapter.parent / "merged"
-    said: list[str] = []
-    trained = _four_bits(recipe, folder)
-    if like_training and trained is None:
-        raise InputError(
-            f"{first.name} was not trained beside 4-bit weights.", "Leave --like-training out; it is for QLoRA runs."
-        )
-    rows = None
-    if verify:
-        rows, said = _rows(recipe, folder)
-    options = Options(chosen, max_shard, rows, trained, like_training)  # type: ignore[arg-type]
     pairs = [(each.adapter, weight) for each, weight in zip(sources, weights or [1.0] * len(sources), strict=True)]
-    about = _known(name or Path(target).resolve().name, model, folder, first.run)
-    merged = merge_adapter(folder, pairs, target, options, about=about, progress=progress)
+    folder = model_folder(model, revision, weights=False)
+    check_unmerged(folder)
+    with open_weights(model, folder) as shards:
+        notes = _check_bases(sources, model, revision, shards)
+        trained = _four_bits(recipe, model, folder)
+        if like_training and trained is None:
+            raise InputError(
+                f"{first.name} was not trained beside 4-bit weights.",
+                "Leave --like-training out; it is for QLoRA runs.",
+            )
+        rows, said = _rows(recipe, model, folder) if verify else (None, [])
+        options = Options(chosen, max_shard, rows, trained, like_training)  # type: ignore[arg-type]
+        about = _known(name or Path(target).resolve().name, model, folder, first.run)
+        merged = merge_adapter(folder, pairs, target, options, shards=shards, about=about, progress=progress)
     return replace(merged, notes=(*notes, *said, *merged.notes))
 
 
-def _base_of(sources: Sequence[Source], given: str | None) -> tuple[Path, str, list[str]]:
-    """The base of all sources: its folder, its name, and what could not be held against it.
+def _base_name(sources: Sequence[Source], given: str | None) -> tuple[str, str | None]:
+    """The base that is given or that the first source names, and its revision."""
+    model, revision = _named_base(sources[0])
+    if given not in (None, model):
+        model, revision = given, None
+    if model is None:
+        raise InputError(f"The adapter {sources[0].adapter} does not say what its base is.", "Name it with --base.")
+    return model, revision
+
+
+def _check_bases(sources: Sequence[Source], model: str, revision: str | None, shards: Sequence[Shard]) -> list[str]:
+    """Hold the base's weights against those that each source was trained on; returns what could not be seen.
 
     Raises `InputError` when they were trained on different ones, or on another than the one given.
     """
-    named = [(each, *_named_base(each)) for each in sources]
-    model, revision = named[0][1:] if given in (None, named[0][1]) else (given, None)
-    if model is None:
-        raise InputError(f"The adapter {sources[0].adapter} does not say what its base is.", "Name it with --base.")
-    folder = model_folder(model, revision)
-    check_unmerged(folder)
-    own, notes = weight_files.fingerprint(read_model(folder)), []
-    for source, other, its_revision in named:
-        origin = read_origin(source.adapter, source.run)
-        theirs: str | None = origin.sha256 if origin else own
-        if origin is None and other is not None and (other, its_revision) != (model, revision):
+    own = cache(partial(weight_files.fingerprint, shards))  # reads the weights, also those still on the hub
+    on_hub = any(tensor.arrive for shard in shards for tensor in shard.tensors.values())
+    notes = []
+    for source in sources:
+        origin, (other, its_revision) = read_origin(source.adapter, source.run), _named_base(source)
+        same = other is None or (other, its_revision) == (model, revision)
+        wrong = False
+        if origin is not None:
+            by_commit = on_hub and same and origin.commit is not None  # the hub gives a commit its own weights
+            wrong = not by_commit and origin.sha256 != own()
+        elif not same and other is not None:
             theirs = _fingerprint_here(other, its_revision)
-        if theirs is None:
-            notes.append(f"{source.name} names {other} as its base; whether {model} is the same cannot be seen here.")
-        elif theirs != own:
-            if origin is not None and other == model:
-                raise other_weights(source.name, origin, model)
+            wrong = theirs is not None and theirs != own()
+            if theirs is None:
+                said = f"{source.name} names {other} as its base; whether {model} is the same cannot be seen here."
+                notes.append(said)
+        if wrong and origin is not None and other == model:
+            raise other_weights(source.name, origin, model)
+        if wrong:
             raise InputError(
                 f"The adapter of {source.name} was trained on {other or 'another base'}, and {model} holds other "
                 "weights.",
                 "Merge it into its own base; adapters for different bases cannot be added.",
             )
-        elif origin is None and source.run is not None:
+        if origin is None and source.run is not None:
             notes.append(
                 f"{source.name} does not say what the weights of its base were; whether {model} still holds them "
                 "cannot be seen."
             )
-    return folder, model, notes
+    return notes
 
 
 def _named_base(source: Source) -> tuple[str | None, str | None]:
@@ -187,16 +203,22 @@ def _is_local(model: str) -> bool:
     return Path(model).exists() or model in embedded.NAMES
 
 
-def _four_bits(recipe: Recipe | None, base: Path) -> dict[str, FourBits] | None:
+def _facts(model: str, folder: Path) -> Facts:
+    """Of the base, whether its weights are here or still on the hub."""
+    commit = None if Path(model).exists() else commit_of(folder)
+    return read_facts(model, commit) if commit else read_facts(str(folder))
+
+
+def _four_bits(recipe: Recipe | None, model: str, folder: Path) -> dict[str, FourBits] | None:
     """How QLoRA held the weights of a run while it trained, by tensor; None for any other method."""
     if recipe is None or not isinstance(recipe.method, QLoRA):
         return None
     dtype = "float32" if recipe.load.dtype == "auto" else recipe.load.dtype
     how = FourBits(recipe.method.quant, recipe.method.double_quant, dtype)
-    return {f"{linear.name}.weight": how for linear in read_facts(str(base)).linears(towers=True)}
+    return {f"{linear.name}.weight": how for linear in _facts(model, folder).linears(towers=True)}
 
 
-def _rows(recipe: Recipe | None, base: Path) -> tuple[list[list[int]], list[str]]:
+def _rows(recipe: Recipe | None, model: str, folder: Path) -> tuple[list[list[int]], list[str]]:
     """Token ids to prove a merge on: rows of the run, or sentences where they are not here any more."""
     if recipe is not None:
         few = min(recipe.data.limit or _PROOF_ROWS, _PROOF_ROWS)
@@ -205,19 +227,19 @@ def _rows(recipe: Recipe | None, base: Path) -> tuple[list[list[int]], list[str]
             train = prepare(recipe.model_copy(update={"data": data}), load_tokenizer(recipe)).train
             return [row.input_ids for row in train], []
         except FinetuneError as error:
-            return _sentences(base), [f"Proved on sentences, not on the run's rows: {error.what}"]
-    return _sentences(base), []
+            return _sentences(model, folder), [f"Proved on sentences, not on the run's rows: {error.what}"]
+    return _sentences(model, folder), []
 
 
-def _sentences(base: Path) -> list[list[int]]:
+def _sentences(model: str, folder: Path) -> list[list[int]]:
     """A few sentences in the base's tokens; numbers where it has no tokenizer."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         return [list(tokenizer(text)["input_ids"]) for text in _SENTENCES]
     except (OSError, ValueError, KeyError):
-        vocabulary = read_facts(str(base)).vocab_size
+        vocabulary = _facts(model, folder).vocab_size
         return [[(7919 * place + number) % vocabulary for place in range(24)] for number in range(4)]
 
 

@@ -82,14 +82,17 @@ def remove_leftovers(output: Path) -> None:
             os.close(held)
 
 
-def check_space(output: Path, needed: int) -> None:
-    """Raise `RunError` when the disk of `output` has less than `needed` bytes free."""
+def check_space(output: Path, needed: int, base: Path, arriving: int = 0) -> None:
+    """Raise `RunError` when a disk is too small: `needed` bytes of `output`, `arriving` of `base`, or both on one."""
     there = next(folder for folder in output.parents if folder.exists())
-    if (free := shutil.disk_usage(there).free) < needed:
-        raise RunError(
-            f"The merged model needs {needed / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free.",
-            "Free some space or choose another output.",
-        )
+    if there.stat().st_dev == base.stat().st_dev:
+        needed, arriving = needed + arriving, 0
+    for folder, what, size in ((there, "merged model", needed), (base, "rest of the base", arriving)):
+        if (free := shutil.disk_usage(folder).free) < size:
+            raise RunError(
+                f"The {what} needs {size / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free.",
+                "Free some space or choose another output.",
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
@@ -163,6 +166,7 @@ class _Writer:
             try:
                 place = len(header)
                 for piece in pieces:
+                    piece.source.wait()  # here, where Ctrl-C ends it
                     for begin, end in blocks(piece):
                         if len(running) >= self.at_once:
                             self.finished(file, running.popleft())

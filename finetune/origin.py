@@ -9,6 +9,7 @@ An adapter beside other weights of the same shapes loads, answers and merges, an
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def origin_of(folder: Path) -> Origin:
 
 def commit_of(folder: Path) -> str | None:
     """The commit of a snapshot in the hub's cache; None of any other folder."""
-    return folder.name if folder.parent.name == "snapshots" else None
+    found = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
+    return folder.name if found else None
 
 
 def write_origin(run: Run, origin: Origin) -> None:

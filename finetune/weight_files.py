@@ -14,8 +14,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,7 +37,10 @@ _SAMPLE = 4096
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies: `size` bytes from byte `start` of `file`."""
+    """Where one tensor lies: `size` bytes from byte `start` of `file`.
+
+    `arrive` waits for a file that is still on its way.
+    """
 
     file: Path
     name: str
@@ -45,9 +48,16 @@ class Tensor:
     shape: tuple[int, ...]
     start: int
     size: int
+    arrive: Callable[[Path], None] | None = field(default=None, compare=False, repr=False)
+
+    def wait(self) -> None:
+        """Return when its file is here."""
+        if self.arrive:
+            self.arrive(self.file)
 
     def read(self, begin: int = 0, size: int | None = None) -> bytearray:
         """Its bytes, or `size` of them from byte `begin`, in memory that may be written to."""
+        self.wait()
         data = bytearray(self.size - begin if size is None else size)
         with self.file.open("rb", buffering=0) as source:
             source.seek(self.start + begin)
@@ -61,6 +71,7 @@ class Tensor:
 
     def chunks(self) -> Iterator[bytes]:
         """Its bytes in pieces of at most 8 MiB."""
+        self.wait()
         with self.file.open("rb", buffering=0) as source:
             source.seek(self.start)
             left = self.size
@@ -81,24 +92,27 @@ class Shard:
     metadata: dict[str, str]
 
 
-def read_model(folder: Path) -> list[Shard]:
+def read_model(folder: Path, arriving: Mapping[str, Shard] | None = None) -> list[Shard]:
     """The weights of a model folder: the files that transformers would load, each tensor exactly once.
+
+    `arriving` are files that are not there yet, by name.
 
     That is model.safetensors, or the shards of the index. Others beside them (Mistral's consolidated.safetensors, an
     adapter, a file that an index forgot) are no weights of the model. Raises `ModelError` naming the file when there
     are none, one is missing, cut short or no safetensors file, or the index and the shards disagree.
     """
-    if (folder / SINGLE).is_file():
-        return [read_shard(folder / SINGLE)]
+    known = arriving or {}
+    if SINGLE in known or (folder / SINGLE).is_file():
+        return [known.get(SINGLE) or read_shard(folder / SINGLE)]
     if not (folder / INDEX).is_file():
         raise _no_weights(folder)
-    place = _read_index(folder)
+    place = read_index(folder)
     names = sorted(set(place.values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in names if name not in known and not (folder / name).is_file()]:
         raise ModelError(
             f"The folder {folder} lacks {len(missing)} of its {len(names)} shards: {', '.join(missing[:3])}.", _AGAIN
         )
-    return [_indexed(folder / name, place) for name in names]
+    return [_indexed(known.get(name) or read_shard(folder / name), place) for name in names]
 
 
 def _no_weights(folder: Path) -> ModelError:
@@ -116,8 +130,8 @@ def _no_weights(folder: Path) -> ModelError:
     )
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor -> the shard it lies in."""
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> the shard it lies in. Raises `ModelError` for an index that cannot be used."""
     try:
         place: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         names = {name: Path(name).name for name in place.values()}
@@ -130,12 +144,12 @@ def _read_index(folder: Path) -> dict[str, str]:
     return place
 
 
-def _indexed(file: Path, place: Mapping[str, str]) -> Shard:
-    """One shard with the tensors that the index looks for in it.
+def _indexed(shard: Shard, place: Mapping[str, str]) -> Shard:
+    """A shard with the tensors that the index looks for in it.
 
     One that the index assigns to another shard is a leftover copy; keeping it would count and write it twice.
     """
-    shard = read_shard(file)
+    file = shard.file
     mine = {name: tensor for name, tensor in shard.tensors.items() if place.get(name) == file.name}
     if lost := sorted(name for name, home in place.items() if home == file.name and name not in mine):
         raise ModelError(
