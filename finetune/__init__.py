@@ -94,6 +94,7 @@ The modules in reading order, which is also the only legal direction of imports:
     architecture  what the headers of a model do not say
     merge_layout  which tensor of a merge comes from where
     merge_math    W + scale * B @ A, some rows at a time
+    combine       several adapters as one
     merge_folder  a folder that is complete or absent
     publish       a merged folder on the hub
     streamed      a model that reads its weights when it needs them

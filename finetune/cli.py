@@ -272,14 +272,23 @@ def chat(
 def merge(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...", help="A run, a checkpoint of it or an adapter folder; several are added up."
-        ),
+        typer.Argument(metavar="RUN...", help="A run, a checkpoint of it or an adapter folder; several become one."),
     ],
     output: Annotated[Path | None, typer.Option(help="Folder for the merged model; by default <run>/merged.")] = None,  # noqa: UP045
     weights: Annotated[
         str | None, typer.Option(help="How much of each adapter, such as 0.7,0.3; by default all of it.")
     ] = None,  # noqa: UP045
+    combine: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="How several become one: sum is exact; linear, ties, dare_linear, dare_ties, magnitude_prune "
+            "work on the factors, svd, ties_svd and so on on the products.",
+        ),
+    ] = "sum",
+    density: Annotated[
+        Optional[float], typer.Option(help="Share of values that ties, dare and magnitude_prune keep; 0.5.")  # noqa: UP045
+    ] = None,
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The base of an adapter that came without its run.")
     ] = None,  # noqa: UP045
@@ -308,7 +317,8 @@ def merge(
     with _stdout_for_json(as_json), _progress("Merging") as progress:
         merged = run_merge(
             runs[0], output, dtype=dtype, others=runs[1:], weights=shares, base=base, max_shard=shard,
-            like_training=like_training, verify=verify, name=push, progress=progress,
+            like_training=like_training, combine=combine, density=density, verify=verify, name=push,
+            progress=progress,
         )  # fmt: skip
     address = upload(merged.folder, push, public=public) if push else None
     if as_json:

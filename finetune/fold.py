@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -24,6 +26,7 @@ from typing import Any
 from finetune import __version__, adapter_file, weight_files
 from finetune.adapter_file import Adapter, read_adapter
 from finetune.architecture import read_architecture
+from finetune.combine import combine, density_of
 from finetune.errors import InputError, RunError
 from finetune.merge_folder import (
     Progress,
@@ -72,7 +75,8 @@ class Options:
     """How to merge. `dtype` auto keeps each tensor's own type, `max_shard` (bytes) None the base's files.
 
     `rows` are token ids to prove the result on; None proves nothing. `trained` names the weights that the adapter
-    was trained beside in 4 bits, and with `like_training` the merge is made from these.
+    was trained beside in 4 bits, and with `like_training` the merge is made from these. `combine` and `density` say
+    how several adapters become one: `combine.KINDS`.
     """
 
     dtype: Dtype = "auto"
@@ -80,6 +84,8 @@ class Options:
     rows: Sequence[Sequence[int]] | None = None
     trained: Mapping[str, FourBits] | None = None
     like_training: bool = False
+    combine: str = "sum"
+    density: float | None = None
 
 
 def merge_adapter(
@@ -94,10 +100,10 @@ def merge_adapter(
 ) -> Merged:
     """Write `base` with `adapter`, or with several adapters each times its weight, to the new folder `output`.
 
-    Every changed weight is W + sum of weight * scale * B @ A (`merge_math` has all formulas), computed in float32 and
-    rounded once. `shards` are those of `base` where some are still on their way. `about` goes into the model card.
-    `progress` is called with the bytes written so far and in all. The same merge again returns the finished folder
-    unchanged.
+    Every changed weight is W + sum of weight * scale * B @ A (`merge_math` has all formulas, `combine` other ways of
+    putting several together), computed in float32 and rounded once. `shards` are those of `base` where some are still
+    on their way. `about` goes into the model card. `progress` is called with the bytes written so far and in all. The
+    same merge again returns the finished folder unchanged.
 
     Raises `InputError` when adapter and base do not fit, `ModelError` for a broken base, `RunError` when `output` is
     in use or `base` is itself a merge result, and `FinetuneError` when the proof fails.
@@ -108,13 +114,12 @@ def merge_adapter(
     check_unmerged(base)
     shards = read_model(base) if shards is None else shards
     adapters = [Weighted(read_adapter(folder), weight) for folder, weight in given]
+    options = replace(options, density=density_of(options.combine, options.density, len(adapters)))
     inputs = partial(_inputs, base, shards, adapters, options)
     if done := _finished(output, inputs):
         return done
     used = (options.trained or {}) if options.like_training else {}
-    layout = plan_layout(base, shards, adapters, read_architecture(base), options.dtype, used)
-    if options.max_shard is not None:
-        layout = layout.in_shards(options.max_shard)
+    layout = _layout(base, shards, adapters, options, used)
     dtype = None if options.dtype == "auto" else options.dtype
     first = adapters[0].adapter.folder
     beside = side_files(base, first, dtype=dtype, untied=layout.untied, vocabulary=layout.vocabulary)
@@ -124,19 +129,44 @@ def merge_adapter(
         notes.append(f"The output head is a matrix of its own now, which makes the model {more / 1e6:.1f} MB larger.")
     coming = sum(t.size for shard in shards for t in shard.tensors.values() if not t.file.is_file())
     check_space(output, layout.bytes + beside.bytes, base, coming)
-    with new_folder(output) as part:
+    with _as_one(adapters, options) as taken, new_folder(output) as part:
+        if taken is not adapters:
+            layout = _layout(base, shards, taken, options, used)
+            notes.append(_combined(len(adapters), options))
         write_weights(part, layout, progress)
         write_beside(part, beside)
         if len(layout.files) > 1:
             write_index(part, layout)
         made_of = inputs()  # reads what is left of the base, before the proof looks for it
-        proof, said = _prove(base, adapters, part, options, used)
+        proof, said = _prove(base, taken, part, options, used)
         notes += said
-        mark = {**made_of, **_counts(layout), "scale": adapters[0].adapter.scale, "notes": notes, **_when()}
+        mark = {**made_of, **_counts(layout), "scale": taken[0].adapter.scale, "notes": notes, **_when()}
         mark["proof"] = None if proof is None else asdict(proof)
         write_text(part / CARD, model_card(_about(about, output, base, layout, beside, proof)))
         write_json(part / MARK, mark)
     return replace(_as_merged(output, mark), seconds=time.monotonic() - started)
+
+
+def _layout(
+    base: Path, shards: list[Shard], adapters: Sequence[Weighted], options: Options, used: Mapping[str, FourBits]
+) -> Layout:
+    layout = plan_layout(base, shards, adapters, read_architecture(base), options.dtype, used)
+    return layout if options.max_shard is None else layout.in_shards(options.max_shard)
+
+
+@contextmanager
+def _as_one(adapters: Sequence[Weighted], options: Options) -> Iterator[Sequence[Weighted]]:
+    """The adapters, or the one that they are combined to."""
+    if options.combine == "sum":
+        yield adapters
+        return
+    with tempfile.TemporaryDirectory(prefix="finetune-combined-") as folder:
+        yield [Weighted(combine(adapters, options.combine, options.density, Path(folder)))]
+
+
+def _combined(adapters: int, options: Options) -> str:
+    density = "" if options.density is None else f" at density {options.density:g}"
+    return f"The {adapters} adapters were made one by {options.combine}{density}, and that one is merged and proved."
 
 
 def check_unmerged(base: Path) -> None:
@@ -223,6 +253,8 @@ def _inputs(base: Path, shards: list[Shard], adapters: Sequence[Weighted], optio
         "dtype": options.dtype,
         "max_shard": options.max_shard,
         "like_training": options.like_training,
+        "combine": options.combine,
+        "density": options.density,
     }
 
 
@@ -231,6 +263,7 @@ def _identity(inputs: Mapping[str, Any]) -> list[Any]:
     adapters = [inputs["adapter"], *inputs.get("other_adapters", ())]
     made = [[each["sha256"], each["config_sha256"], each.get("weight", 1.0)] for each in adapters]
     options = [inputs["dtype"], inputs.get("max_shard"), inputs.get("like_training", False)]
+    options += [inputs.get("combine", "sum"), inputs.get("density")]
     return [inputs["base"]["sha256"], *made, *options]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from finetune import adapter_file, embedded, hub_headers, weight_files
+from finetune.combine import density_of
 from finetune.data import prepare
 from finetune.errors import FinetuneError, InputError, ModelError, RunError
 from finetune.facts import Facts, read_facts
@@ -87,13 +88,16 @@ def merge(
     base: str | None = None,
     max_shard: int | None = None,
     like_training: bool = False,
+    combine: str = "sum",
+    density: float | None = None,
     verify: bool = True,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Merged:
     """Fold the adapter of a run into its base; by default into `<run>/merged` and in the type the recipe names.
 
-    `run` may also be an adapter folder; `others` are added to it, each (it first) times its number in `weights`.
+    `run` may also be an adapter folder; `others` are added to it, each (it first) times its number in `weights`, or
+    put together in another of the ways in `finetune.combine`, some of which keep only the share `density` of values.
     `base` names the base of an adapter that came without a run. `name` is what the model card calls the result.
 
     Raises `InputError` for a fully fine-tuned run or what does not go together, `RunError` for a run without an
@@ -104,6 +108,7 @@ def merge(
         raise InputError(
             f"There are {len(sources)} adapters and {len(weights)} weights.", "Give one weight for each, in order."
         )
+    density_of(combine, density, len(sources))
     first = sources[0]
     recipe = first.run.recipe() if first.run else None
     if output is None and (first.run is None or others or weights):
@@ -125,7 +130,7 @@ def merge(
                 "Leave --like-training out; it is for QLoRA runs.",
             )
         rows, said = _rows(recipe, model, folder) if verify else (None, [])
-        options = Options(chosen, max_shard, rows, trained, like_training)  # type: ignore[arg-type]
+        options = Options(chosen, max_shard, rows, trained, like_training, combine, density)  # type: ignore[arg-type]
         about = _known(name or Path(target).resolve().name, model, folder, first.run)
         merged = merge_adapter(folder, pairs, target, options, shards=shards, about=about, progress=progress)
     return replace(merged, notes=(*notes, *said, *merged.notes))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.errors import InputError
+from finetune import combine
+from finetune.errors import InputError, RunError
 from finetune.merge_layout import FourBits
 from finetune.merge_math import four_bits, residual
 from tests.test_merge import (
@@ -224,6 +225,111 @@ def test_what_replaces_cannot_be_added(tmp_path: Path, bases: dict[bool, Path], 
         with pytest.raises(InputError, match="odd replaces weights"):
             merge_adapter(bases[True], given, tmp_path / "out")
     assert merge_adapter(bases[True], [(odd, 1.0)], tmp_path / "out").merged > 0
+
+
+@pytest.fixture(scope="module")
+def several(bases: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters for the untied base."""
+    folder, base = tmp_path_factory.mktemp("several"), bases[False]
+    one = write_adapter(base, folder / "one", targets=["q_proj", "v_proj", "embed_tokens"])
+    rewrite(one, lambda tensors: {name: tensor for name, tensor in tensors.items() if ".base_layer." not in name})
+    made = {"one": one}
+    for name, rank in (("two", 4), ("lower rank", 2)):
+        targets = ["q_proj", "up_proj"]
+        made[name] = write_adapter(base, folder / name, seed=2, targets=targets, r=rank, lora_alpha=2)
+    return made
+
+
+def by_peft(base: Path, adapters: list[Path], shares: list[float], kind: str, density: float | None) -> Any:
+    """peft's own combination, merged; what DARE draws for a target begins as in the merge under test."""
+    from peft.tuners.lora import LoraModel
+
+    model = with_peft(base, adapters[0])
+    model.load_adapter(str(adapters[1]), "two")
+    names = {id(module): name.removeprefix("base_model.model.") for name, module in model.named_modules()}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind_of_it in ("", "svd_"):
+            method = f"_{kind_of_it}generalized_task_arithmetic_weighted_adapter"
+            whole = getattr(LoraModel, method)
+
+            def seeded(self: Any, *arguments: Any, whole: Any = whole, **more: Any) -> Any:
+                target = next(each for each in arguments if id(each) in names)
+                torch.manual_seed(combine.seed_of(names[id(target)]))
+                return whole(self, *arguments, **more)
+
+            patch.setattr(LoraModel, method, seeded)
+        model.add_weighted_adapter(["default", "two"], shares, "both", combination_type=kind, density=density)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.merge_and_unload(adapter_names=["both"])
+
+
+@pytest.mark.parametrize("kind", combine.KINDS[1:])
+def test_adapters_are_combined_as_peft_does(
+    tmp_path: Path, bases: dict[bool, Path], several: dict[str, Path], kind: str
+) -> None:
+    """Targets of one alone, different scales, a negative weight; and other ranks where products are added."""
+    base, one, two = bases[False], several["one"], several["lower rank" if kind.endswith("svd") else "two"]
+    density = None if kind in ("linear", "svd") else 0.3
+    given = [(one, 0.75), (two, -0.5)]
+    result = merge_adapter(base, given, tmp_path / "out", rows=ROWS, combine=kind, density=density)
+    expected = by_peft(base, [one, two], [0.75, -0.5], kind, density).state_dict()
+    got, before = weights(result.folder), weights(base)
+    assert set(got) == set(expected)
+    furthest = max(float((got[name] - expected[name]).abs().max()) for name in got)
+    assert furthest < (1e-5 if kind.endswith("svd") else 1e-6), "of changes up to 6"
+    changed = {name for name in got if not torch.equal(got[name], before[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "up_proj", "embed_tokens"}
+    assert result.proof is not None
+    assert result.scale == 1
+    assert any(note.startswith(f"The 2 adapters were made one by {kind}") for note in result.notes)
+    again = merge_adapter(base, given, tmp_path / "out", combine=kind, density=density)
+    assert "already holds exactly this merge" in again.notes[-1]
+
+
+def test_the_same_draws_every_time(tmp_path: Path, bases: dict[bool, Path]) -> None:
+    """And the dice of whoever merges are left as they were; at density 1 nothing is drawn."""
+    base = bases[True]
+    given = [(write_adapter(base, tmp_path / str(seed), seed=seed), 1.0) for seed in (1, 2)]
+    before = torch.random.get_rng_state()
+    made = [
+        weights(merge_adapter(base, given, tmp_path / name, combine=kind, density=density).folder)[f"{Q}.weight"]
+        for name, kind, density in (
+            ("a", "dare_ties", None), ("b", "dare_ties", 0.5), ("c", "dare_linear", 1.0), ("d", "linear", None)
+        )
+    ]  # fmt: skip
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[2], made[3])
+    with pytest.raises(RunError, match="a holds another merge"):
+        merge_adapter(base, given, tmp_path / "a", combine="dare_ties", density=0.7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "density", "says"),
+    [
+        ("average", None, "'average' is no way to combine adapters. Give sum, linear, ties"),
+        ("ties", 0.0, "0 is no density. Give the share"),
+        ("ties", 1.5, "1.5 is no density"),
+        ("dare_ties_svd", float("nan"), "nan is no density"),
+        ("linear", 0.5, "linear keeps all values"),
+        ("sum", 0.5, "sum keeps all values"),
+        ("linear", None, "linear adds the factors themselves, and those of 'model.layers.0.self_attn.q_proj' have"),
+        ("ties", None, "ranks 4 and 2. Take sum, or ties_svd"),
+    ],
+)
+def test_what_cannot_be_combined(
+    tmp_path: Path, bases: dict[bool, Path], several: dict[str, Path], kind: str, density: float | None, says: str
+) -> None:
+    base = bases[False]
+    given = [(several["one"], 1.0), (several["lower rank"], 1.0)]
+    with pytest.raises(InputError) as caught:
+        merge_adapter(base, given, tmp_path / "out", combine=kind, density=density)
+    assert says in str(caught.value)
+    if kind not in ("sum", "average"):
+        with pytest.raises(InputError, match="one adapter, and nothing to combine it with"):
+            merge_adapter(base, given[:1], tmp_path / "out", combine=kind)
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------- 4-bit training

@@ -241,6 +241,20 @@ def test_several_runs_and_adapters(
     assert ((got - expected).abs() <= 2**-8 * expected.abs() + 1e-9).all()  # half a step of bfloat16
 
 
+def test_another_way_to_combine(
+    tmp_path: Path, base: Path, adapters: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", base, adapters[0])
+    how = ("--combine", "ties", "--density", "0.3", "--output", tmp_path / "both")
+    code, out, _ = finetune(capsys, "merge", run, adapters[1], *how)
+    assert code == 0
+    assert "Proved on" in out
+    assert "The 2 adapters were made one by ties at density 0.3, and that one is merged and proved." in out
+    assert "'tie' is no way to combine adapters. Give sum" in refused(capsys, run, adapters[1], "--combine", "tie")
+    assert "2 is no density" in refused(capsys, run, adapters[1], "--combine", "ties", "--density", "2")
+    assert "one adapter, and nothing to combine" in refused(capsys, run, "--combine", "ties")
+
+
 def test_an_adapter_without_its_run(
     tmp_path: Path, base: Path, adapters: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -400,6 +414,6 @@ def test_the_lines_of_the_page_are_commands() -> None:
     from tests.test_docs import ROOT, check_parses, finetune_lines
 
     lines = [line for _, line, _ in finetune_lines(ROOT / "docs" / "merge.md")]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         check_parses(line.split()[1:])
