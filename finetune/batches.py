@@ -13,6 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: TID
 from finetune.chat import IGNORE, Encoded
 from finetune.data import Prepared
 from finetune.packing import epoch_order
+from finetune.paths import WORTH_SHARING
 from finetune.recipe import Fast, Train
 
 if TYPE_CHECKING:
@@ -50,10 +51,6 @@ class Collator:
             [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         )
         return batch
-
-
-WORTH_SHARING = 16
-"""Fewer tokens saved than this cost more than they save: one more kernel a layer."""
 
 
 def laid_out(rows: Sequence[Encoded], *, prefix: bool = True, tail: bool = True) -> dict[str, Any]:

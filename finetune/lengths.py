@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune import chat, embedded, files, formats, hub_headers
+from finetune.chat import Encoded
 from finetune.data import layout_of
 from finetune.errors import DataError
 from finetune.formats import BadRow
 from finetune.model import load_tokenizer
-from finetune.overlong import supervised
 from finetune.packing import packs
 from finetune.paths import Lengths
 from finetune.recipe import Recipe
+from finetune.store import Packs, Rows
 
 SAMPLE = 1000
 
@@ -48,20 +49,24 @@ def read_lengths(recipe: Recipe, source: str | list[str] | None = None, sample: 
         with contextlib.suppress(BadRow):
             talks.append(formats.to_conversation(formats.renamed(row, data.columns), layout, data.system))
     found = [row for row in chat.encode_many(tokenizer, talks, data.train_on) if not isinstance(row, BadRow)]
-    pairs = [(len(row.input_ids), supervised(row)) for row in found]
-    if not pairs:
+    if not found:
         raise DataError(f"None of the {rows} rows of {names} can be trained.", "Look at them with `finetune data`.")
     if data.packing is True:
-        return _packed(pairs, names, rows, data.max_length, recipe.train.seed)
-    return Lengths.read(pairs, names, rows)
+        return _packed(found, names, rows, data.max_length, recipe.train.seed)
+    return of_rows(Rows.of(found), names, rows)
 
 
-def _packed(pairs: list[tuple[int, int]], names: str, rows: int, max_length: int, seed: int) -> Lengths:
+def of_rows(rows: Rows, source: str, of: int | None = None) -> Lengths:
+    """Lengths of finished rows, and what of them runs when they are laid end to end."""
+    ends, shared = rows.laid_out()
+    return Lengths.read(rows.pairs, source, of, ends, shared)
+
+
+def _packed(rows: list[Encoded], names: str, of: int, max_length: int, seed: int) -> Lengths:
     """The same of packs; a longer row would be cut or stop the training, so it counts as a full pack."""
-    pairs = [(min(tokens, max_length), min(trained, max_length)) for tokens, trained in pairs]
-    bins = packs([tokens for tokens, _ in pairs], max_length, seed)
-    whole = [(sum(pairs[row][0] for row in pack), sum(pairs[row][1] for row in pack)) for pack in bins]
-    return Lengths.read(whole, names, max(len(bins), rows * len(bins) // len(pairs)))
+    cut = Rows.of([Encoded(row.input_ids[:max_length], row.labels[:max_length]) for row in rows])
+    bins = packs(cut.lengths, max_length, seed)
+    return of_rows(Packs(cut, bins), names, max(len(bins), of * len(bins) // len(rows)))
 
 
 def at_hand(recipe: Recipe) -> bool:

@@ -18,6 +18,8 @@ from finetune.steps import Attention, Batch, Loss, Path
 
 # Families whose masks follow position_ids in eager and sdpa attention; each is tested against separate rows.
 KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
+WORTH_SHARING = 16
+"""Tokens to save at least when a common beginning runs once: it takes one more kernel in every layer."""
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp32": None}
 
 
@@ -25,17 +27,29 @@ _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp32": None}
 class Lengths:
     """Tokens and trained tokens of the rows that will be trained, as (tokens, trained) pairs, longest first.
 
-    `of` is how many rows the pairs stand for: all of them, or the ones read of a larger file.
+    `of` is how many rows the pairs stand for: all of them, or the ones read of a larger file. `ends` are the tokens
+    up to the last one that predicts a label, as (tokens, trained) pairs too, and `shared` how many tokens all rows
+    begin with before any predicts one: what `batches.laid_out` runs. Without them rows are taken to run whole.
     """
 
     pairs: tuple[tuple[int, int], ...]
     source: str
     of: int
+    ends: tuple[tuple[int, int], ...] = ()
+    shared: int = 0
 
     @classmethod
-    def read(cls, pairs: Sequence[tuple[int, int]], source: str, of: int | None = None) -> Lengths:
-        """Sorts the rows."""
-        return cls(tuple(sorted(pairs, reverse=True)), source, of or len(pairs))
+    def read(
+        cls, pairs: Sequence[tuple[int, int]], source: str, of: int | None = None, ends: Sequence[int] = (),
+        shared: int = 0,
+    ) -> Lengths:  # fmt: skip
+        """Sorts the rows; `ends` stand in the order of `pairs`."""
+        run = [
+            (end, trained) for end, (_, trained) in zip(ends or [tokens for tokens, _ in pairs], pairs, strict=True)
+        ]
+        return cls(
+            tuple(sorted(pairs, reverse=True)), source, of or len(pairs), tuple(sorted(run, reverse=True)), shared
+        )
 
     @property
     def longest(self) -> int:
@@ -78,17 +92,24 @@ def lies_flat(recipe: Recipe) -> bool:
 
 
 def batch_of(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None = None) -> Batch:
-    """The largest micro-batch of a run: the longest rows together, or `max_length` while the rows are not known."""
+    """The largest micro-batch of a run: the longest rows together, or `max_length` while the rows are not known.
+
+    What rows share is what all of them do; those of one micro-batch may share more, so it may run fewer tokens.
+    """
     rows = int(recipe.train.micro_batch)
     longest = min(recipe.data.max_length, facts.max_position or recipe.data.max_length)
     if lengths is None:
-        taken = [(longest, longest - 1)] * rows
+        taken, spared = [(longest, longest - 1)] * rows, 0
     else:
-        taken = [(min(tokens, longest), min(trained, longest - 1)) for tokens, trained in lengths.pairs[:rows]]
+        apart = attention_of(recipe, facts, device) == "documents"
+        known = lengths.ends if apart and recipe.fast.tail and lengths.ends else lengths.pairs
+        taken = [(min(tokens, longest), min(trained, longest - 1)) for tokens, trained in known[:rows]]
         taken += taken[-1:] * (rows - len(taken))
+        spared = (rows - 1) * lengths.shared if apart and recipe.fast.prefix else 0
     trained = max(sum(count for _, count in taken), 1)
     if lies_flat(recipe):
-        return Batch(1, sum(tokens for tokens, _ in taken), trained, flat=True)
+        tokens = sum(tokens for tokens, _ in taken)
+        return Batch(1, tokens - (spared if spared >= WORTH_SHARING else 0), trained, flat=True)
     return Batch(rows, taken[0][0], trained, padded=taken[0][0] != taken[-1][0])
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.chat import IGNORE, Encoded
+from finetune.paths import WORTH_SHARING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,6 +108,21 @@ class Rows:
         """Tokens of all rows that give a loss."""
         return int(self.column("supervised").sum(dtype="int64"))
 
+    def laid_out(self) -> tuple[list[int], int]:
+        """What `batches.laid_out` runs at most: tokens of each row, and how many tokens all rows begin with."""
+        import numpy as np
+
+        chosen = np.arange(self._table.num_rows) if self._order is None else self._order
+        if not len(chosen):
+            return [], 0
+        bounds = [_predictions(chunk) for chunk in self._table["trained"].chunks]
+        firsts, lasts = (np.concatenate(parts)[chosen] for parts in zip(*bounds, strict=True))
+        shared, before = self.ids(0)[: firsts.min()], 0
+        for chunk in self._table["input_ids"].chunks:
+            inside = chosen[(chosen >= before) & (chosen < before + len(chunk))] - before
+            shared, before = _alike(chunk, inside, shared), before + len(chunk)
+        return (lasts + 1).tolist(), len(shared)
+
     def take(self, indices: Any) -> Rows:
         """These rows, in this order; none is copied."""
         import numpy as np
@@ -161,6 +177,15 @@ class Packs(Rows):
 
         of_rows = self.rows.lengths
         return np.array([of_rows[list(pack)].sum() for pack in self.packs])
+
+    def laid_out(self) -> tuple[list[int], int]:
+        """The same of every pack, whose rows share their beginning too where that is worth it."""
+        ends, shared = self.rows.laid_out()
+        spared = [shared * (len(pack) - 1) for pack in self.packs]
+        return [
+            sum(ends[row] for row in pack) - (less if less >= WORTH_SHARING else 0)
+            for pack, less in zip(self.packs, spared, strict=True)
+        ], shared
 
     def take(self, indices: Any) -> Rows:
         """These packs."""
@@ -229,3 +254,25 @@ def batch(
         "digest": pa.array(digests if digests is not None else [0] * count, type=pa.uint64()),
         "key": pa.array(keys if keys is not None else [0] * count, type=pa.uint64()),
     })  # fmt: skip
+
+
+def _predictions(trained: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last token of each row that predicts one that gives a loss; 0 and 0 where none does."""
+    import numpy as np
+
+    ends = trained.offsets.to_numpy()
+    starts, ends = ends[:-1], ends[1:]
+    at = trained.values.to_numpy(zero_copy_only=False).nonzero()[0]
+    first, last = np.searchsorted(at, starts + 1), np.searchsorted(at, ends) - 1  # nothing predicts the first token
+    at = np.append(at, 0)
+    some = last >= first
+    return np.where(some, at[first] - starts - 1, 0), np.where(some, at[last] - starts - 1, 0)
+
+
+def _alike(chunk: pa.ListArray, rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """As much of `shared` as these rows of a chunk begin with; none of them is shorter."""
+    starts, ids = chunk.offsets.to_numpy()[rows], chunk.values.to_numpy()
+    for place, token in enumerate(shared):
+        if (ids[starts + place] != token).any():
+            return shared[:place]
+    return shared

@@ -21,10 +21,10 @@ from finetune.evaluate import check_questions, evaluate
 from finetune.facts import Facts, read_facts
 from finetune.generate import Speaker
 from finetune.launch import check_launched
+from finetune.lengths import of_rows
 from finetune.measure import Measured, held_against
 from finetune.model import load_model, load_tokenizer, model_folder, real_device
 from finetune.origin import origin_of, write_beside, write_origin
-from finetune.paths import Lengths
 from finetune.plan import Plan, require_fit, resolve
 from finetune.recipe import Full, Recipe
 from finetune.run import Run, check_output, lock, open_or_create
@@ -58,7 +58,7 @@ def train(
     _join(device)
     tokenizer = load_tokenizer(recipe)
     data = prepare(recipe, tokenizer)
-    recipe, plan = resolve(recipe, facts, device, Lengths.read(data.train.pairs, "the rows themselves"))
+    recipe, plan = resolve(recipe, facts, device, of_rows(data.train, "the rows themselves"))
     require_fit(plan)
     _tell_plan(plan, say)
     _tell_data(data, say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from finetune.facts import Facts
 from finetune.fast.attention import documents
 from finetune.fast.head import IGNORED, is_plain, labels_of, onepass_loss, output_head, supervised_loss
 from finetune.fast.host import keep_freed_memory
+from finetune.fast.products import by_torch, onednn
 from finetune.heads import Logits, logits_of
 from finetune.method import why_alone
 from finetune.model import trained_in_fp32, training_device
@@ -46,12 +47,15 @@ class Trainer(SFTTrainer):
 
     def __init__(
         self, *args: Any, clock: Clock, progress: Progress, measure: Measure, order: EpochOrder,
-        logits: Logits | None, row_by_row: bool, **kwargs: Any,
+        logits: Logits | None, row_by_row: bool, products: bool, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """`logits`: of a head for `onepass_loss`, None for any other. `row_by_row`: rows lie flat and attend so."""
+        """`logits`: of a head for `onepass_loss`, None for any other. `row_by_row`: rows lie flat and attend so.
+
+        `products`: by `fast.products` instead of torch's own.
+        """
         super().__init__(*args, **kwargs)
         self.order = order
-        self.logits, self.row_by_row = logits, row_by_row
+        self.logits, self.row_by_row, self.products = logits, row_by_row, products
         self.clock, self.progress, self.measure = clock, progress, measure
         self._ops = 0
         self.tokens_before = 0  # tokens trained before this process took over
@@ -67,14 +71,14 @@ class Trainer(SFTTrainer):
 
         try:
             if checkpoint is None:
-                with self._attention(), _without_walks(self.model):
+                with self._as_asked():
                     self.train()
             else:
                 state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
                 counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
                 self._total_train_tokens = self.tokens_before = int(counts[-1]) if counts else 0
                 if state.global_step < state.max_steps:
-                    with self._attention(), _without_walks(self.model):
+                    with self._as_asked():
                         self.train(resume_from_checkpoint=str(checkpoint))
                 else:  # it was stopped after the last step; transformers would train one more
                     self._load_from_checkpoint(str(checkpoint))
@@ -88,8 +92,14 @@ class Trainer(SFTTrainer):
         finally:
             self.progress.close()
 
-    def _attention(self) -> AbstractContextManager[None]:
-        return documents(self.model) if self.row_by_row else nullcontext()
+    @contextmanager
+    def _as_asked(self) -> Iterator[None]:
+        with (
+            documents(self.model) if self.row_by_row else nullcontext(),
+            nullcontext() if self.products else by_torch(),
+            _without_walks(self.model),
+        ):
+            yield
 
     def _mean_loss(self) -> float:
         """Mean over steps: a log entry stands for the steps since the one before it."""
@@ -219,11 +229,12 @@ def build_trainer(
         log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
         logits = None
     log.info(
-        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s.",
+        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products with frozen fp32 weights: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention,
         why_alone(recipe, facts) or "together where they share an input",
         "keep what they take in" if path.lean else "transformers' own",
+        "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",
     )
     if device.kind == "cpu" and recipe.fast.memory:
         keep_freed_memory()
@@ -231,6 +242,7 @@ def build_trainer(
     trainer = Trainer(
         logits=logits,
         row_by_row=apart,
+        products=recipe.fast.products,
         clock=clock,
         progress=progress,
         measure=measure,

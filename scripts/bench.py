@@ -41,6 +41,7 @@ THREADS = 2
 LOSS_LIMIT, GRADIENT_LIMIT, CURVE_LIMIT = 1e-5, 1e-4, 5e-3
 GRADIENT_TARGET = 1e-5
 SHIFTED = "trl-best, labels of one row moved"
+BY_TORCH = "finetune, products: false"
 
 ARMS = {
     "trl": "SFTTrainer as it comes, but for bf16=False: checkpointing where the job does not forbid it, rows of a "
@@ -112,8 +113,9 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
     from finetune.batches import EpochOrder
     from finetune.data import prepare
     from finetune.facts import read_facts
+    from finetune.lengths import of_rows
     from finetune.model import load_tokenizer, real_device
-    from finetune.paths import Lengths, lies_flat
+    from finetune.paths import lies_flat
     from finetune.plan import resolve
     from finetune.recipe import Recipe
     from finetune.speed import flop_per_token
@@ -136,7 +138,7 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
     if rows is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": str(rows)})})
     data, facts = prepare(recipe, tokenizer), read_facts(recipe.model)
-    found, plan = resolve(recipe, facts, real_device(), Lengths.read(data.train.pairs, "the rows"))
+    found, plan = resolve(recipe, facts, real_device(), of_rows(data.train, "the rows"))
     order, dice = EpochOrder(data.train.lengths, found.train, flat=lies_flat(found)), random.Random(7)
     path = replace(plan.path, checkpointing=0)
     taken, counts = [], []
@@ -349,6 +351,9 @@ def run_arm(arm: str, folder: Path, watch: Watch) -> dict[str, Any]:
     """Train the steps that `watch` asks for of the work in `folder`, and return what was noted."""
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     if arm == "finetune":
+        return _finetune(work, folder, watch)
+    if arm == BY_TORCH:
+        work["recipe"]["fast"] = {"products": False}
         return _finetune(work, folder, watch)
     if arm in ("trl", "trl-best", SHIFTED):
         return _trl(work, folder, watch, best=arm != "trl", shifted=arm == SHIFTED)

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from finetune.fast.attention import documents
 from finetune.fast.head import onepass_loss, supervised_loss
 from finetune.recipe import Fast
 from finetune.store import Packs, Rows
+from finetune.store import batch as stored
 from tests.test_fast_adapter import base, wrapped
 from tests.tiny import tiny_tokenizer
 
@@ -155,6 +157,41 @@ def test_a_row_that_ends_inside_what_others_share() -> None:
         [O, O, O, O, 6, 4, O, O, 8],
         [2, 5, 6, 9],
     )
+
+
+# ------------------------------------------------------------------------------------------------------ for the plan
+
+KINDS = st.builds(
+    lambda begin, ids, scored: Encoded(
+        [*SYSTEM[:begin], *ids], [i if n in scored else IGNORE for n, i in enumerate([*SYSTEM[:begin], *ids])]
+    ),
+    st.integers(0, 6), st.lists(st.integers(10, 13), min_size=1, max_size=6), st.frozensets(st.integers(0, 11)),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(KINDS, min_size=1, max_size=5), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_rows_know_what_will_run_of_them(rows: list[Encoded], cut: int, dice: Any) -> None:
+    """Read from the file, in whatever batches it was written and whichever rows are taken, by `laid_out` itself."""
+    table = pa.Table.from_batches([batch for part in (rows[:cut], rows[cut:]) if (batch := stored(part)).num_rows])
+    order = dice.sample(range(len(rows)), dice.randint(1, len(rows)))
+    ends, shared = Rows(table).take(order).laid_out()
+    taken = [rows[number] for number in order]
+    assert ends == [len(lists(laid_out([row]))[0]) for row in taken]
+    with patch.object(batches, "WORTH_SHARING", 1):
+        ids, _, _, bounds = lists(laid_out(taken))
+    assert len(order) == 1 or bounds[0] == shared
+    assert len(ids) == sum(ends) - shared * (len(order) - 1)
+
+
+def test_packs_know_it_too() -> None:
+    """23 + 22 + 24 tokens: the last of each is not run, nor are two of those after the last label; 20 are shared."""
+    rows = Rows.of([row([*SYSTEM, 1, 2, 3], 22), row([*SYSTEM, 4, 5], 21), row([*SYSTEM, 6, 7, 8, 9], 21, 23)])
+    assert rows.laid_out() == ([22, 21, 22], 20)
+    assert Packs(rows, [[0, 2], [1]]).laid_out() == ([22 + 22 - 20, 21], 20)
+    few = Rows.of([row([*SYSTEM[:15], n, n], 16) for n in (1, 2)])
+    assert Packs(few, [[0, 1]]).laid_out() == ([32], 15)  # 15 saved are too few
+    assert Rows.of([]).laid_out() == ([], 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- collator

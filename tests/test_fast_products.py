@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.fast import products
-from finetune.fast.products import back, onednn, product
+from finetune.fast.products import back, by_torch, onednn, product
 
 HERE = onednn()
 WIDTHS = st.sampled_from([1, 2, 3, 8, 31, 96])
@@ -120,6 +120,18 @@ def test_without_onednn_torch_multiplies(asked: list[str], served: list[str]) ->
     assert torch.equal(back(grad, weight), grad @ weight)
     assert torch.equal(back(grad, weight, x), torch.addmm(x, grad, weight))
     assert (len(asked), served) == (3, [])
+
+
+def test_torch_multiplies_where_it_is_asked_to(asked: list[str]) -> None:
+    x, weight, grad = torch.randn(5, 8), torch.randn(3, 8), torch.randn(5, 3)
+    with by_torch():
+        with pytest.raises(KeyError), by_torch():
+            raise KeyError
+        assert torch.equal(product(x, weight), x @ weight.t())
+        assert torch.equal(back(grad, weight, x), torch.addmm(x, grad, weight))
+    assert asked == []
+    product(x, weight)
+    assert asked == ["onednn"]
 
 
 # --------------------------------------------------------------------------------------------------- is it here

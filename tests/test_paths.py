@@ -88,6 +88,34 @@ def test_the_longest_rows_meet(device: Device, model: str, micro: int, batch: Ba
     assert batch_of(recipe, facts, device, ROWS) == batch
 
 
+@pytest.mark.parametrize(
+    ("off", "micro", "tokens"),
+    [
+        ((), 1, 200),  # the row of 300 tokens ends after 150
+        ((), 2, 200 + 150 - 30),  # 30 tokens are run once
+        ((), 4, 200 + 150 + 90 + 90 - 3 * 30),
+        (("prefix",), 2, 200 + 150),
+        (("tail",), 2, 300 + 200 - 30),
+        (("prefix", "tail"), 2, 300 + 200),
+        (("attention",), 2, 300 + 200),  # one kernel over all rows takes them whole
+    ],
+)
+def test_what_laid_out_rows_leave_out_is_not_planned(off: tuple[str, ...], micro: int, tokens: int) -> None:
+    recipe, facts = settled(SMALL, CPU, train__micro_batch=micro)
+    recipe = recipe.model_copy(update={"fast": recipe.fast.model_copy(update=dict.fromkeys(off, False))})
+    rows = Lengths.read([(100, 40), (300, 20), (200, 199)], "rows", ends=[90, 150, 200], shared=30)
+    found = batch_of(recipe, facts, CPU, rows)
+    assert (found.rows, found.length, found.flat) == (1, tokens, True)
+    padded, model = settled(LLAMA, H100, train__micro_batch=micro)
+    assert batch_of(padded, model, H100, rows) == batch_of(padded, model, H100, ROWS)
+
+
+def test_a_short_common_beginning_is_not_shared() -> None:
+    recipe, facts = settled(SMALL, CPU, train__micro_batch=2)
+    short, enough = (Lengths.read([(100, 40)] * 2, "rows", shared=shared) for shared in (15, 16))
+    assert [batch_of(recipe, facts, CPU, rows).length for rows in (short, enough)] == [200, 184]
+
+
 def test_rows_are_no_longer_than_the_recipe_lets_them_be() -> None:
     recipe, facts = settled(LLAMA, H100, train__micro_batch=2, data__max_length=150)
     assert batch_of(recipe, facts, H100, ROWS) == Batch(2, 150, 20 + 149)  # both cut, so none is padded

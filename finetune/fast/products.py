@@ -7,11 +7,14 @@ torch multiplies fp32 matrices on a CPU by MKL. oneDNN, which torch carries too,
 and is the quicker one on the machines tried; `scripts/bench.py` prints the speed of both. Both are plain fp32 sums,
 in another order. oneDNN's is the less exact one the longer a sum is, so sums of more than `LONGEST` terms (over a
 vocabulary) go to MKL, and so does everything but fp32 on an x86 CPU; `scripts/check_gradients.py` shows how exact.
+`by_torch` leaves everything to torch.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,18 @@ if TYPE_CHECKING:
 
 
 LONGEST = 4096
+_by_torch = False
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """Multiply as torch does, in the order of sums of every other trainer."""
+    global _by_torch
+    before, _by_torch = _by_torch, True
+    try:
+        yield
+    finally:
+        _by_torch = before
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -50,7 +65,8 @@ def _quick(x: Any, weight: Any, terms: int) -> bool:
     import torch
 
     return bool(
-        x.dtype == weight.dtype == torch.float32
+        not _by_torch
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and type(x) is torch.Tensor
         and x.numel()

@@ -12,6 +12,7 @@ import torch
 from finetune.batches import Collator, EpochOrder
 from finetune.chat import Encoded
 from finetune.data import Prepared
+from finetune.fast import products
 from finetune.recipe import Recipe
 from finetune.run import Run
 from finetune.store import Packs, Rows
@@ -83,6 +84,17 @@ def test_the_fast_ways_log_the_losses_and_tokens_of_the_plain_ones(base: Path, t
     assert counts[0] == counts[1]
     assert counts[0][-1] == runs[0].read("data.json")["tokens"] == runs[0].read("result.json")["tokens"]
     same_adapter(*runs)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_run_may_leave_all_products_to_torch(
+    base: Path, rows: Path, tmp_path: Path, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(products, "onednn", lambda: bool(asked.append(True)))
+    whole = recipe(base, rows, train="precision: fp32", rest=f"load: {{dtype: float32}}\nfast: {{products: {on}}}")
+    train(whole, output=tmp_path / "run")
+    assert bool(asked) == on
 
 
 def collate(data: Prepared, numbers: list[int], *, flat: bool) -> dict[str, Any]:
