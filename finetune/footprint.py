@@ -5,17 +5,26 @@ All are upper ends: what lies there at the same time in the worst case of each p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from finetune.device import Device
 from finetune.facts import Facts
 from finetune.memory import Account, Line
+from finetune.method import adapter_shapes
 from finetune.paths import Lengths
-from finetune.recipe import Full, Recipe
+from finetune.recipe import Full, LoRA, QLoRA, Recipe
 from finetune.tensors import dtype_bytes
 
 LIBRARIES = {"cpu": 900_000_000, "cuda": 2_500_000_000}
 """torch, transformers and their libraries in a process; on a GPU CUDA's libraries besides. As it is in practice."""
+
+THREADS, BLOCK, FACTORS, ROWS, PLACES = 8, 1 << 19, 16, 1 << 23, 64
+"""What a merge holds at most: `merge_folder`'s threads and factors, `merge_math`'s values of a block; `streamed`'s
+values of some rows and `proof`'s places."""
+
+MODULES = 20_000_000
+"""A model of modules without weights. As it is in practice."""
 
 
 def host_lines(
@@ -27,8 +36,8 @@ def host_lines(
     if lengths is not None:
         tokens = int(lengths.mean * lengths.of)
         yield Line("outside", "rows", 24 * tokens, f"3 x 8 bytes x {tokens:,} tokens", exact=False)
-    largest = max(tensor.size for tensor in facts.tensors)
     if device.kind == "cuda":
+        largest = max(tensor.size for tensor in facts.tensors)
         each = dtype_bytes(recipe.load.dtype)
         yield Line(
             "outside", "while loading", int(2 * each * largest), f"largest weight, 2 x {each:g} x {largest:,}",
@@ -38,9 +47,37 @@ def host_lines(
             yield Line("outside", "paged optimizer state", held.paged, "if the driver moves all of it out")
         yield Line("outside", "while saving", trained, "a copy of what is trained")
     if not isinstance(recipe.method, Full):
-        yield Line(
-            "outside", "while merging", 12 * largest, f"the largest weight, 3 x 4 bytes x {largest:,}", exact=False
-        )
+        yield while_merging(recipe, facts)
+
+
+def while_merging(recipe: Recipe, facts: Facts) -> Line:
+    """Blocks of a few threads while weights are written, or one module and some logits while they are proved.
+
+    peft adds a pair to a whole weight: the weight, the product and the scaled product, in float32; with DoRA three
+    more for its norms. Of other weights some rows are read, and widened. A layer's experts are one module, and are
+    stacked. Of three runs the logits are kept, and two more of that size compare them.
+    """
+    adapted = adapter_shapes(recipe.method, facts)
+    largest = max((shape.in_features * shape.out_features for shape in adapted), default=0)
+    longest = max((shape.rank * max(shape.in_features, shape.out_features) for shape in adapted), default=0)
+    experts: Counter[str] = Counter()
+    for tensor in facts.tensors:
+        if ".experts." in tensor.name:
+            experts[tensor.name.partition(".experts.")[0]] += tensor.size
+    most = max(experts.values(), default=0)
+    rows = min(ROWS, max(tensor.size for tensor in facts.tensors))
+    copies = 6 if isinstance(recipe.method, (LoRA, QLoRA)) and recipe.method.variant == "dora" else 3
+    module, said = max(
+        (4 * copies * largest, f"the largest adapted weight, {copies} x 4 bytes x {largest:,}"),
+        (8 * rows, f"rows of a weight, 2 x 4 bytes x {rows:,}"),
+        (8 * most, f"a layer's experts, 2 x 4 bytes x {most:,}"),
+    )
+    writing, logits = THREADS * 16 * BLOCK + FACTORS * 4 * longest, 5 * 4 * PLACES * facts.vocab_size
+    proving = MODULES + module + logits
+    formula = f"{said}, + logits, 5 x 4 bytes x {PLACES} places x {facts.vocab_size:,}, + 20 MB, in the proof"
+    if writing > proving:
+        formula = f"{THREADS} threads x 16 bytes x {BLOCK:,} values + {FACTORS} factors x 4 bytes x {longest:,}"
+    return Line("outside", "while merging", max(writing, proving), formula, exact=False)
 
 
 def disk_lines(recipe: Recipe, facts: Facts, held: Account) -> Iterator[Line]:

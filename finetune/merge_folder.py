@@ -30,6 +30,8 @@ from finetune.model_files import SideFiles
 
 Progress = Callable[[int, int], None]
 
+THREADS, FACTORS = 8, 16  # at most: blocks at work, and A and B that wait for the next one
+
 _AT_ONCE = 1 << 20  # bytes of one write: with 8 MiB Linux takes ten times the processor time for the same bytes
 _UNFLUSHED = 128 << 20  # bytes; the kernel alone would begin to write after gigabytes, and the disk would idle
 
@@ -131,7 +133,7 @@ def write_weights(part: Path, layout: Layout, progress: Progress | None) -> None
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the blocks themselves run side by side
-    workers = min(os.cpu_count() or 1, 8)
+    workers = min(os.cpu_count() or 1, THREADS)
     flusher = _Flusher()
     try:
         with ThreadPoolExecutor(workers) as pool:
@@ -151,7 +153,7 @@ class _Writer:
     ) -> None:
         self.pool, self.flusher, self.at_once = pool, flusher, at_once
         self.done, self.total, self.progress = 0, total, progress
-        self.factors = lru_cache(maxsize=16)(load)  # A and B serve all blocks of a weight
+        self.factors = lru_cache(maxsize=FACTORS)(load)  # A and B serve all blocks of a weight
         self.heavy = threading.Semaphore(1)  # whole weights one at a time: those are large
 
     def write(self, path: Path, pieces: list[Piece], metadata: Mapping[str, str]) -> None:

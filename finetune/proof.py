@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError
 from finetune.merge_layout import FourBits, Weighted
-from finetune.streamed import Files, NotProvable, empty_model, feed, first_line, twins_of, with_adapters
+from finetune.streamed import (
+    Files,
+    NotProvable,
+    empty_model,
+    feed,
+    first_line,
+    give_back_freed_memory,
+    twins_of,
+    with_adapters,
+)
 from finetune.weight_files import FLOATS, read_model
 
 if TYPE_CHECKING:
@@ -93,6 +102,7 @@ def prove(
     taken = take(rows)
     if not taken:
         raise NotProvable("there are no rows")
+    give_back_freed_memory()
     sizes = {tensor.name: tensor.dtype for shard in read_model(merged) for tensor in shard.tensors.values()}
     with torch.inference_mode():
         got = _answers(Files(merged), merged, (), taken)

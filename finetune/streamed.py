@@ -8,6 +8,8 @@ rows it is asked for. So the memory is that of the largest other module, whateve
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +25,27 @@ from finetune.weight_files import Tensor, read_model
 if TYPE_CHECKING:
     import torch
 
+ROWS = 16 * VALUES
+"""Values of the rows that a linear layer reads at once, about."""
+
 _ADAPTER = re.compile(r"\.(?P<name>adapter\d+)(?=\.|$)")
 _EXPERTS = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
 _BASE_MODEL = "base_model.model."
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 class NotProvable(Exception):
     """A model cannot be run here from its files; says why in a few words."""
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc's malloc hand freed blocks of 1 MiB and more to the kernel at once, until this process ends.
+
+    By itself it learns to keep blocks of up to 32 MiB, and weights of many sizes leave holes: of a proof that holds
+    0.3 GB at most, 0.9 GB stayed.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 def empty_model(folder: Path, like: Path | None) -> tuple[Any, str]:
@@ -204,7 +220,7 @@ def _linear(name: str, module: Any, files: Files) -> Callable[[Any], Any]:
     import torch
 
     def forward(values: torch.Tensor) -> torch.Tensor:
-        step = max(16 * VALUES // module.in_features, 1)
+        step = max(ROWS // module.in_features, 1)
         result = torch.empty(*values.shape[:-1], module.out_features)
         for begin in range(0, module.out_features, step):
             end = min(begin + step, module.out_features)
