@@ -145,6 +145,29 @@ def read_adapter(folder: Path) -> Adapter:
     return adapter
 
 
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+"""By type, how a value is read as an integer, and its exponent's bits: with all of them it is NaN or infinity."""
+
+
+def check_finite(folder: Path) -> None:
+    """Raise `InputError` when a tensor of the adapter in `folder` holds NaN or infinity."""
+    import numpy as np
+
+    for tensor in read_shard(folder / WEIGHTS).tensors.values():
+        kind, exponent = _EXPONENTS.get(tensor.dtype, ("", 0))
+        for chunk in tensor.chunks() if kind else ():
+            if bool(((np.frombuffer(chunk, kind) & np.array(exponent, kind)) == exponent).any()):
+                raise InputError(
+                    f"'{tensor.name}' of the adapter {folder} holds NaN or infinity.",
+                    "This training went wrong; take an earlier checkpoint.",
+                )
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -152,14 +175,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder} is not an adapter: it has no {CONFIG}.", "Give the folder that peft's save_pretrained wrote."
         ) from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise InputError(f"{folder / CONFIG} cannot be read: {error}.", "Save the adapter again.") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{folder / CONFIG} holds no JSON object.", "Save the adapter again.")
     if config.get("peft_type") != "LORA":
         raise InputError(
             f"The adapter {folder} is of type {config.get('peft_type')}.", "Only LoRA adapters can be merged here."
         )
     if not all(isinstance(config.get(name), (int, float)) and config[name] > 0 for name in ("r", "lora_alpha")):
         raise InputError(f"{folder / CONFIG} has no usable r and lora_alpha.", "Save the adapter again.")
+    if wrong := _misshapen(config):
+        raise InputError(f"'{wrong}' in {folder / CONFIG} is not what peft writes there.", "Save the adapter again.")
     if used := [name for name in _UNSUPPORTED if config.get(name)]:
         raise InputError(
             f"The adapter {folder} uses {', '.join(used)}, which this merge does not know.",
@@ -172,6 +199,31 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter.",
         )
     return dict(config)
+
+
+def _misshapen(config: Mapping[str, Any]) -> str | None:
+    """The first field whose value peft would not have written."""
+    if not isinstance(config["r"], int):
+        return "r"
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict) or not all(
+            _is_pattern(key) and isinstance(value, (int, float)) and value > 0 for key, value in patterns.items()
+        ):
+            return name
+    targets = config.get("target_modules")
+    if isinstance(targets, str) and not _is_pattern(targets):
+        return "target_modules"
+    base = config.get("base_model_name_or_path")
+    return None if base is None or isinstance(base, str) else "base_model_name_or_path"
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _sort(tensors: Iterable[Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], tuple[str, ...]]:

@@ -66,9 +66,10 @@ def transformers_app(model: Any, tokenizers: Mapping[str, Any]) -> Any:
     generation = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
     known = generation.eos_token_id
     stops = [known] if isinstance(known, int) else list(known or [])
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, tokenizer in tokenizers.items():
         stops += [token for token in chat.end_of_turn_ids(tokenizer) if token not in stops]
-        tokenizer.apply_chat_template = prompter(tokenizer)
+        tokenizer.apply_chat_template = prompter(tokenizer, most)
         manager.loaded_models[name] = TimedModel(model, timeout_seconds=-1, processor=tokenizer)
     generation.eos_token_id = stops
     if generation.pad_token_id is None:
@@ -78,8 +79,11 @@ def transformers_app(model: Any, tokenizers: Mapping[str, Any]) -> Any:
     return server.server.config.app
 
 
-def prompter(tokenizer: Any) -> Callable[..., Any]:
-    """`apply_chat_template` with the ids that training saw; a request with template options gets the template's."""
+def prompter(tokenizer: Any, most: int | None = None) -> Callable[..., Any]:
+    """`apply_chat_template` with the ids that training saw, fewer than `most`.
+
+    A request with template options gets the template's.
+    """
     template = tokenizer.apply_chat_template
 
     def prompt(conversation: Any, tools: Any = None, return_tensors: str | None = None, **how: Any) -> Any:
@@ -94,6 +98,10 @@ def prompter(tokenizer: Any) -> Callable[..., Any]:
         except (BadRow, DataError) as error:
             reason = error.reason if isinstance(error, BadRow) else error.what
             raise HTTPException(400, detail=reason) from None
+        if most is not None and len(ids) >= most:
+            raise HTTPException(
+                400, detail=f"the prompt has {len(ids):,} tokens, and the model takes {most:,} in all"
+            )
         return BatchEncoding({"input_ids": [ids], "attention_mask": [[1] * len(ids)]}, tensor_type=return_tensors)
 
     return prompt

@@ -28,7 +28,7 @@ from finetune.errors import FinetuneError, InputError
 from finetune.generate import Target, find_target, load_tokenizer_of
 from finetune.gguf_check import FAR, check_adapter, check_model
 from finetune.merge import merge
-from finetune.model_files import CONFIG, read_json
+from finetune.model_files import CONFIG, GENERATION, read_json
 from finetune.ollama import modelfile
 from finetune.plain_adapter import plain_copy
 from finetune.vllm_rules import max_lora_rank, obstacle
@@ -265,6 +265,8 @@ def _write_vllm(target: Target, folder: Path) -> None:
     source = _adapter_of(target)
     plain_copy(source, folder, str(read_json(source / adapter_file.CONFIG).get("base_model_name_or_path") or ""))
     load_tokenizer_of(target).save_pretrained(folder)
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
 
 
 def _export_vllm(target: Target, folder: Path) -> Exported:
@@ -277,4 +279,6 @@ def _export_vllm(target: Target, folder: Path) -> Exported:
         f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {target.name}={folder} "
         f"--tokenizer {folder}"
     )
+    if (folder / GENERATION).is_file():  # the stop tokens that were trained
+        how += f" --generation-config {folder}"
     return Exported(tuple(sorted(folder.iterdir())), notes=(f"Next: {how}",))

@@ -1,7 +1,7 @@
 """Fold adapters into a base, folder to folder: W + scale * B @ A, block by block.
 
     headers of base and adapter -> layout        everything that can be refused is refused before the first weight
-    layout -> <output>.part-<pid>/               weights, side files, index; then the proof, the card and the mark
+    layout -> <output>.part-<16 digits>/         weights, side files, index; then the proof, the card and the mark
     <output>/                                    the same folder, renamed in one step
 
 The model is never built, and a tensor that does not change is copied as bytes. Whenever the process is stopped,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune import __version__, adapter_file, weight_files
-from finetune.adapter_file import Adapter, read_adapter
+from finetune.adapter_file import Adapter, check_finite, read_adapter
 from finetune.architecture import read_architecture
 from finetune.combine import combine, density_of
-from finetune.errors import InputError, RunError
+from finetune.errors import FinetuneError, ModelError, RunError
 from finetune.merge_folder import (
     Progress,
     check_space,
     new_folder,
+    remove_leftovers,
     write_beside,
     write_index,
     write_json,
@@ -39,13 +41,15 @@ from finetune.merge_folder import (
     write_weights,
 )
 from finetune.merge_layout import STORED, FourBits, Layout, Weighted, plan_layout
-from finetune.merge_math import finite, load
+from finetune.merge_math import load
 from finetune.model_card import CARD, About, base_name, licence_of, model_card
 from finetune.model_files import MARK, SideFiles, read_json, side_files
 from finetune.proof import Proof, prove
 from finetune.recipe import Dtype
 from finetune.streamed import NotProvable
 from finetune.weight_files import Shard, read_model
+
+_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,10 @@ def merge_adapter(
     adapters = [Weighted(read_adapter(folder), weight) for folder, weight in given]
     options = replace(options, density=density_of(options.combine, options.density, len(adapters)))
     inputs = partial(_inputs, base, shards, adapters, options)
-    if done := _finished(output, inputs):
-        return done
     used = (options.trained or {}) if options.like_training else {}
+    if done := _finished(output, inputs):
+        with _as_one(adapters, options) as taken:
+            return _proved_now(done, base, taken, options, used)
     layout = _layout(base, shards, adapters, options, used)
     dtype = None if options.dtype == "auto" else options.dtype
     first = adapters[0].adapter.folder
@@ -127,6 +132,7 @@ def merge_adapter(
     more = layout.bytes - sum(tensor.size for shard in shards for tensor in shard.tensors.values())
     if layout.untied and dtype is None and more > 0:
         notes.append(f"The output head is a matrix of its own now, which makes the model {more / 1e6:.1f} MB larger.")
+    remove_leftovers(output)  # before the space is looked at
     coming = sum(t.size for shard in shards for t in shard.tensors.values() if not t.file.is_file())
     check_space(output, layout.bytes + beside.bytes, base, coming)
     with _as_one(adapters, options) as taken, new_folder(output) as part:
@@ -135,13 +141,14 @@ def merge_adapter(
             notes.append(_combined(len(adapters), options))
         write_weights(part, layout, progress)
         write_beside(part, beside)
-        if len(layout.files) > 1:
+        if set(layout.files) != {weight_files.SINGLE}:
             write_index(part, layout)
         made_of = inputs()  # reads what is left of the base, before the proof looks for it
         proof, said = _prove(base, taken, part, options, used)
         notes += said
         mark = {**made_of, **_counts(layout), "scale": taken[0].adapter.scale, "notes": notes, **_when()}
         mark["proof"] = None if proof is None else asdict(proof)
+        mark["files"] = _files(part)
         write_text(part / CARD, model_card(_about(about, output, base, layout, beside, proof)))
         write_json(part / MARK, mark)
     return replace(_as_merged(output, mark), seconds=time.monotonic() - started)
@@ -180,18 +187,12 @@ def check_unmerged(base: Path) -> None:
 
 def _check_values(adapters: Sequence[Adapter]) -> list[str]:
     """Refuse NaN and infinity by name; note an adapter that changes nothing."""
-    changes = False
     for adapter in adapters:
-        changes = changes or bool(adapter.whole or adapter.tokens or adapter.start)
-        factors = {pair.b for pair in adapter.pairs.values()}
-        for tensor in adapter.tensors:
-            values = load(tensor)
-            if not finite(values):
-                raise InputError(
-                    f"'{tensor.name}' of the adapter {adapter.folder} holds NaN or infinity.",
-                    "This training went wrong; merge an earlier checkpoint.",
-                )
-            changes = changes or (tensor in factors and bool(values.any()))
+        check_finite(adapter.folder)
+    changes = any(
+        adapter.whole or adapter.tokens or adapter.start or any(load(pair.b).any() for pair in adapter.pairs.values())
+        for adapter in adapters
+    )
     return [] if changes else ["Every B of this adapter is zero: the merged model is the base."]
 
 
@@ -220,6 +221,22 @@ def _prove(
             "--like-training merges into the 4-bit ones."
         )
     return proof, notes
+
+
+def _proved_now(
+    done: Merged, base: Path, adapters: Sequence[Weighted], options: Options, used: Mapping[str, FourBits]
+) -> Merged:
+    """A finished result that was made without a proof, with the one that is asked for now."""
+    if done.proof is not None or options.rows is None:
+        return done
+    try:
+        proof, said = _prove(base, adapters, done.folder, options, used)
+    except FinetuneError:
+        shutil.rmtree(done.folder)
+        raise
+    if proof is not None:
+        write_json(done.folder / MARK, {**read_json(done.folder / MARK), "proof": asdict(proof)})
+    return replace(done, proof=proof, notes=(*done.notes, *said))
 
 
 def _about(
@@ -285,12 +302,36 @@ def _finished(output: Path, inputs: Callable[[], Mapping[str, Any]]) -> Merged |
     if not (output / MARK).is_file():
         raise RunError(f"The output {output} exists and is not an empty folder.", choose)
     mark = read_json(output / MARK)
-    if "bytes" not in mark or _identity(mark) != _identity(inputs()):
+    if "files" not in mark or _identity(mark) != _identity(inputs()):
         raise RunError(f"The output {output} holds another merge, of {_made_of(output)}.", choose)
-    if sum(tensor.size for shard in read_model(output) for tensor in shard.tensors.values()) != mark["bytes"]:
-        raise RunError(f"The output {output} is this very merge, and weights are missing from it.", choose)
+    if changed := _changed(output, mark["files"]):
+        raise RunError(
+            f"The output {output} is this very merge, and its {changed} changed since it was written.", choose
+        )
     again = f"{output} already holds exactly this merge, made {mark['date']}; nothing was done."
     return _as_merged(output, {**mark, "notes": [*mark["notes"], again]})
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """What a result holds: the fingerprint of its weights, and the hash of every other file but card and mark."""
+    others = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix != ".safetensors"]
+    names = [str(file.relative_to(folder)) for file in others if file.name not in (CARD, MARK)]
+    return {_WEIGHTS: weight_files.fingerprint(read_model(folder)), **{name: _hash(folder, name) for name in names}}
+
+
+def _changed(folder: Path, written: Mapping[str, str]) -> str | None:
+    """The first of the written files that is missing or another one now."""
+    return next((name for name, before in written.items() if _hash(folder, name) != before), None)
+
+
+def _hash(folder: Path, name: str) -> str:
+    """Of one file, or of the weights; nothing where it is not there any more."""
+    try:
+        if name == _WEIGHTS:
+            return weight_files.fingerprint(read_model(folder))
+        return weight_files.file_sha256(folder / name)
+    except (ModelError, OSError):
+        return ""
 
 
 def _as_merged(folder: Path, mark: Mapping[str, Any]) -> Merged:

@@ -6,8 +6,9 @@
     POST /v1/completions         passed on, with the model's name checked
     anything else                404: what else a server can do (load any model, reset) is not for its clients
 
-With a key every route but /health wants `Authorization: Bearer KEY`. Only JSON is taken: a web page in somebody's
-browser cannot send it here without being asked first, and nobody answers that question.
+With a key every route but /health wants `Authorization: Bearer KEY`. Without one the server listens on this machine
+alone, and answers only to its names for itself: to a web page in somebody's browser it has another name, whatever
+address that leads to. Only JSON is taken, which such a page cannot send without asking first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +31,12 @@ _LARGEST = 32 << 20  # bytes of a request
 # Parts of a request that change what an answer is; a server that does not know them would pass over them in silence.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "response_format": ({"type": "text"},),
-    "functions": ([],), "modalities": (["text"],),
+    "functions": ([],), "modalities": (["text"],), "logit_bias": ({},),
+    "presence_penalty": (0,),
 }  # fmt: skip
+_NUMBERS = {"max_tokens": 1, "max_completion_tokens": 1, "temperature": 0, "top_p": 0}
+"""Fields that hold a number, and the least of it."""
+_OWN = ("127.0.0.1", "localhost", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Gate:
         if method != "POST" or path not in ASKING:
             raise Refused(404, "not_found", f"There is no {method} {scope['path']} here.")
         body = await _json_body(scope, receive)
-        name = self._checked(body)
+        name = self._checked(body, path)
         content = json.dumps({**self.defaults, **body, "model": name}).encode()
         below = {**scope, "path": path, "raw_path": path.encode(), "headers": _with_length(scope, len(content))}
         if self.choose is None:
@@ -95,12 +101,17 @@ class Gate:
 
     def _check_key(self, scope: Scope) -> None:
         if self.key is None:
+            host = _header(scope, b"host").decode(errors="replace").lower()
+            if host and re.sub(r":[0-9]+$", "", host) not in _OWN:
+                raise Refused(
+                    403, "wrong_host", f"This server answers to {', '.join(_OWN)} only; start it with a key."
+                )
             return
         given = _header(scope, b"authorization")
         if not hmac.compare_digest(given, b"Bearer " + self.key.encode()):
             raise Refused(401, "invalid_api_key", "This server wants its API key as `Authorization: Bearer KEY`.")
 
-    def _checked(self, body: Mapping[str, Any]) -> str:
+    def _checked(self, body: Mapping[str, Any], path: str) -> str:
         """The model's name; without one the first is meant."""
         name = body.get("model") or self.names[0]
         if name not in self.names:
@@ -108,9 +119,19 @@ class Gate:
         for part, same in self.plain.items():
             if body.get(part) is not None and body[part] not in same:
                 raise Refused(400, "unsupported_value", f"'{part}' is not supported by this server.")
+        for part, least in _NUMBERS.items():
+            value = body.get(part)
+            if value is not None and (type(value) not in (int, float) or value < least):
+                raise Refused(400, "invalid_value", f"'{part}' is a number of at least {least}.")
+        if path != ASKING[0]:
+            if not body.get("prompt") or not isinstance(body["prompt"], (str, list)):
+                raise Refused(400, "invalid_value", "'prompt' is missing, or is no text.")
+            return str(name)
         messages = body.get("messages")
-        for message in messages if isinstance(messages, list) else ():
-            parts = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise Refused(400, "invalid_value", "'messages' is a list of messages, and not empty.")
+        for message in messages:
+            parts = message.get("content")
             for part in parts if isinstance(parts, list) else ():
                 if not isinstance(part, dict) or part.get("type") != "text":
                     raise Refused(400, "unsupported_value", "Only text can be asked here, in content parts as well.")
@@ -169,7 +190,10 @@ def _openai_errors(send: Send) -> Send:
             return
         failed[0]["body"] = failed[0].get("body", b"") + message.get("body", b"")
         if not message.get("more_body", False):
-            await _refuse(send, Refused(failed[0]["status"], "server_error", _detail(failed[0]["body"])))
+            status, said = failed[0]["status"], _detail(failed[0]["body"])
+            if status >= 500:  # a traceback is for the log
+                said = (said.strip().splitlines() or ["The server failed."])[-1]
+            await _refuse(send, Refused(status, "server_error" if status >= 500 else "invalid_request", said))
 
     return send_message
 

@@ -177,13 +177,15 @@ def _batches(order: list[int], lengths: list[int], tokens: int) -> Iterator[list
 class Target:
     """What a user names to be asked, served or exported: whole weights in `model`, and an adapter or none.
 
-    `name` is short and no path: a run's name, or that of a folder or hub model.
+    `name` is short and no path: a run's name, or that of a folder or hub model. `run` is a run that was named itself,
+    `inside` the run that a merged folder, a model or an adapter lies in.
     """
 
     name: str
     model: Path
     adapter: Path | None = None
     run: Run | None = None
+    inside: Run | None = None
 
     @property
     def tokenizer(self) -> Path:
@@ -194,9 +196,14 @@ class Target:
     @property
     def system(self) -> str | None:
         """The system message of the run's rows: the recipe's, or the one that all of them had."""
-        if self.run is None:
-            return None
-        return self.run.recipe().data.system or (self.run.read("data.json") or {}).get("system")
+        run = self.run or self.inside
+        return None if run is None else run.recipe().data.system or (run.read("data.json") or {}).get("system")
+
+    @property
+    def answered(self) -> Run | None:
+        """The run whose recorded answers are those of these very weights."""
+        final = self.adapter is None or (self.inside is not None and _same(self.adapter, self.inside.adapter))
+        return self.run or (self.inside if final else None)
 
 
 def find_target(name: str | Path) -> Target:
@@ -224,15 +231,16 @@ def _on_its_base(name: str, model: str, revision: str | None, adapter: Path, run
     origin = read_origin(adapter, run)
     folder = model_folder(model, (origin.commit if origin else None) or revision)
     check_origin(name, origin, model, folder)
-    return Target(name, folder, adapter, run)
+    if (adapter / adapter_file.WEIGHTS).is_file():
+        adapter_file.check_finite(adapter)
+    return Target(name, folder, adapter, run, _inside(adapter))
 
 
 def _plain_target(path: Path, name: str) -> Target:
     if not (path / adapter_file.CONFIG).is_file():
         short = path.resolve().name if path.exists() else name.rpartition("/")[2]
-        if short in ("merged", "model") and (path.resolve().parent / "recipe.yaml").is_file():
-            short = path.resolve().parent.name  # of a run
-        return Target(short.removesuffix(".gguf"), model_folder(name))
+        run = _inside(path) if short in ("merged", "model") else None
+        return Target(run.name if run else short.removesuffix(".gguf"), model_folder(name), inside=run)
     config = read_json(path / adapter_file.CONFIG)
     base = str(config.get("base_model_name_or_path") or "")
     if not base:
@@ -241,6 +249,15 @@ def _plain_target(path: Path, name: str) -> Target:
             f"Write the base's name or folder as base_model_name_or_path into {path / adapter_file.CONFIG}.",
         )
     return _on_its_base(path.resolve().name, base, config.get("revision"), path, None)
+
+
+def _inside(path: Path) -> Run | None:
+    """The run that an adapter, a checkpoint of it or a model lies in."""
+    return next((Run(above) for above in path.resolve().parents[:2] if (above / "recipe.yaml").is_file()), None)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def load_speaker(name: str | Path, *, base: bool = False) -> Speaker:

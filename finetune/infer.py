@@ -73,7 +73,8 @@ def infer(
     settings, and what reading the rows or loading the model raises; `Interrupted` on Ctrl-C.
     """
     target = find_target(name)
-    recipe = target.run.recipe() if target.run else None
+    run = target.run or target.inside
+    recipe = run.recipe() if run else None
     data = recipe.data if recipe else Data(train=str(rows))
     asked = recipe.evaluate if recipe else None
     longest = max_new_tokens or (asked.max_new_tokens if isinstance(asked, Evaluate) else 512)

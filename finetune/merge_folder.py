@@ -1,6 +1,6 @@
 """A folder that is complete or absent: made aside, flushed to the disk, renamed in one step.
 
-    <output>.part-<pid>/        <- weights, side files, mark, index last; locked while its maker lives
+    <output>.part-<16 digits>/  <- weights, side files, mark, index last; locked while its maker lives
     <output>/                   <- the same folder, renamed
 
 Blocks are read, computed and written by a few threads at once, each at its own place in the file, and the disk is
@@ -12,6 +12,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import secrets
 import shutil
 import threading
 from collections import deque
@@ -42,10 +44,9 @@ def new_folder(output: Path) -> Iterator[Path]:
 
     Raises `FinetuneError` when the disk refuses.
     """
-    part = output.with_name(f"{output.name}.part-{os.getpid()}")
+    part = output.with_name(f"{output.name}.part-{secrets.token_hex(8)}")
     held = None
     try:
-        remove_leftovers(output)
         part.mkdir(parents=True)
         held = _lock(part)
         yield part
@@ -78,7 +79,9 @@ def _lock(folder: Path) -> int | None:
 
 def remove_leftovers(output: Path) -> None:
     """Remove what merges into `output` left whose process is dead: a lock ends with its process, on any machine."""
-    for part in sorted(output.parent.glob(f"{output.name}.part-*")):
+    name = re.compile(rf"{re.escape(output.name)}\.part-[0-9a-f]{{16}}")
+    found = [part for part in output.parent.iterdir() if name.fullmatch(part.name)] if output.parent.is_dir() else []
+    for part in found:
         if (held := _lock(part)) is not None:
             shutil.rmtree(part, ignore_errors=True)
             os.close(held)

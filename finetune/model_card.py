@@ -100,7 +100,8 @@ def _facts(about: About, recipe: Recipe) -> Iterator[tuple[str, str]]:
     method, train = recipe.method, recipe.train
     if not isinstance(method, Full):
         targets = method.targets if isinstance(method.targets, str) else ", ".join(method.targets)
-        yield "method", f"{method.kind}, {method.variant}, rank {method.rank}, alpha {method.alpha:g}, on {targets}"
+        variant = "" if method.variant == "lora" else f" ({method.variant})"
+        yield "method", f"{method.kind}{variant}, rank {method.rank}, alpha {method.alpha:g}, on {targets}"
     rate, schedule = f"{train.learning_rate:g}", train.schedule
     yield "optimisation", f"{train.optimizer}, learning rate {rate}, {schedule}, {train.batch_size} rows a step"
     yield "rows", ", ".join(PurePath(name).name for name in recipe.data.sources)

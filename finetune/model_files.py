@@ -96,10 +96,43 @@ def side_files(
         notes.append(f"The vocabulary has {vocabulary:,} tokens now, as the adapter brings them.")
     if set(trained) - set(_ids(config.get("eos_token_id"))):
         config["eos_token_id"] = _union(_ids(config.get("eos_token_id")), trained)
-    written = {CONFIG: config}
+    written, copied = {CONFIG: config}, _copied(base, adapter)
     if generation:
         written[GENERATION] = generation
-    return SideFiles(written, _copied(base, adapter), tuple(notes))
+    if trained and (ending := _ending(copied, trained[0])):
+        for name, found in _with_ending(copied, ending).items():
+            written[name] = found
+            del copied[name]
+            notes.append(f"{name}: eos_token is now {ending}, at which answers were trained to end.")
+    return SideFiles(written, copied, tuple(notes))
+
+
+def _ending(copied: Mapping[str, Path], token: int) -> str | None:
+    """The text of a token that was added to the vocabulary, unless a chat template says `eos_token` itself.
+
+    Such a template would print another text with another `eos_token`.
+    """
+    config = _optional_json(copied.get("tokenizer_config.json", Path("/nowhere")))
+    templates = [config.get("chat_template")]
+    templates += [file.read_text(encoding="utf-8") for name, file in copied.items() if "chat_template" in name]
+    if "eos_token" in str(templates):
+        return None
+    added = _optional_json(copied.get("tokenizer.json", Path("/nowhere"))).get("added_tokens") or []
+    known = {each.get("id"): each.get("content") for each in added if isinstance(each, dict)}
+    decoder = config.get("added_tokens_decoder") or {}
+    found = known.get(token) or (decoder.get(str(token)) or {}).get("content")
+    return found if isinstance(found, str) else None
+
+
+def _with_ending(copied: Mapping[str, Path], ending: str) -> dict[str, dict[str, Any]]:
+    """The tokenizer's files that name another `eos_token`, with this one: llama.cpp's converter reads only these."""
+    found = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        config = _optional_json(copied[name]) if name in copied else {}
+        said = config.get("eos_token")
+        if "eos_token" in config and (said.get("content") if isinstance(said, dict) else said) != ending:
+            found[name] = {**config, "eos_token": {**said, "content": ending} if isinstance(said, dict) else ending}
+    return found
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
@@ -120,8 +153,8 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _ids(value: Any) -> list[int]:
-    """Token ids of an `eos_token_id`: a number, a list, or nothing."""
-    return [value] if isinstance(value, int) else list(value or [])
+    """Token ids of an `eos_token_id`: a number, a list, or nothing; what is no number is left out."""
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
 
 
 def _union(first: list[int], second: list[int]) -> int | list[int]:

@@ -229,7 +229,7 @@ def _serve_vllm(targets: Sequence[Target], place: Place, say: Say) -> None:
                 raise FinetuneError("vLLM did not start.", "Its own messages above say why.")
             time.sleep(1)
         for target in targets:
-            for line in compare(target.name, target.run, place):
+            for line in compare(target.name, target.answered, place):
                 say(line)
         say(_where([target.name for target in targets], place))
         process.wait()
@@ -265,7 +265,7 @@ def _run(gate: Gate, targets: Sequence[Target], place: Place, say: Say) -> None:
                     return
                 time.sleep(0.05)
             for target in targets:
-                for line in compare(target.name, target.run, place):
+                for line in compare(target.name, target.answered, place):
                     say(line)
             gate.ready = True
             say(_where(gate.names, place))

@@ -19,7 +19,7 @@ def max_lora_rank(rank: int) -> int | None:
 def obstacle(*, rank: int, dora: bool, whole: bool) -> str | None:
     """Why vLLM would not load such an adapter, in words that follow "because"; None when it would."""
     if dora:
-        return "it has DoRA's lengths, which vLLM does not know"
+        return "it has DoRA's lengths, which only peft knows"
     if whole:
         return "it holds modules or tokens trained whole, which vLLM does not take from an adapter"
     if max_lora_rank(rank) is None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from finetune.chat import end_of_turn_ids
 from finetune.converter import CHECKOUT, converter, unpack
@@ -145,6 +147,11 @@ def test_the_folder_for_vllm(base: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
         file.name for file in (tmp_path / "out").iterdir()
     }
+    assert "--generation-config" not in done.notes[0]  # nobody said where answers end
+    (source / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
+    done = export(source, "vllm", tmp_path / "stops")
+    assert f"--generation-config {tmp_path / 'stops'}" in done.notes[0]
+    assert json.loads((tmp_path / "stops/generation_config.json").read_text())["eos_token_id"] == [5, 2]
     with pytest.raises(InputError, match="exists already"):
         export(source, "vllm", tmp_path / "out")
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
@@ -153,6 +160,22 @@ def test_the_folder_for_vllm(base: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert (ready.folder / "adapter_model.safetensors").read_bytes() == (
         tmp_path / "out" / "adapter_model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_adapter_with_nan_goes_nowhere(base: Path, tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    """Whatever answers with an adapter or hands it on asks `find_target`."""
+    source = made(base, tmp_path / "source")
+    file = source / "adapter_model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert find_target(source).adapter == source
+    name = sorted(tensors)[-1]
+    tensors[name][-1, -1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"'{name}' of the adapter .* NaN or infinity"):
+        find_target(source)
 
 
 # --------------------------------------------------------------------------------------------------------- Modelfile

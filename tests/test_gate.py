@@ -48,7 +48,12 @@ def ask(
 
 
 CHAT = "/v1/chat/completions"
-BODY = json.dumps({"model": "b", "messages": [{"role": "user", "content": "ä"}]}, ensure_ascii=False).encode()
+SAID = [{"role": "user", "content": "ä"}]
+BODY = json.dumps({"model": "b", "messages": SAID, "prompt": "ä"}, ensure_ascii=False).encode()
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"messages": SAID, **fields}).encode()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -59,7 +64,7 @@ def test_what_is_asked_reaches_the_server(parts: int) -> None:
 
 
 def test_without_a_name_the_first_model_is_meant() -> None:
-    status, _ = ask(Gate(inner, ["a", "b"]), CHAT, b'{"messages": []}')
+    status, _ = ask(Gate(inner, ["a", "b"]), CHAT, body())
     assert status == 200
     assert SEEN[0]["body"]["model"] == "a"
 
@@ -100,8 +105,22 @@ def test_health_needs_no_key_and_waits_for_the_check() -> None:
         (CHAT, b"{", {}, 400),
         (CHAT, b"[1]", {}, 400),
         (CHAT, BODY, {"content_type": "text/plain"}, 415),  # what a web page can send without asking
-        (CHAT, b'{"n": 2}', {}, 400),
-        (CHAT, b'{"response_format": {"type": "json_object"}}', {}, 400),
+        (CHAT, body(n=2), {}, 400),
+        (CHAT, body(response_format={"type": "json_object"}), {}, 400),
+        (CHAT, body(presence_penalty=1), {}, 400),
+        (CHAT, body(logit_bias={"30": -100}), {}, 400),
+        (CHAT, body(max_tokens=-1), {}, 400),
+        (CHAT, body(max_completion_tokens="many"), {}, 400),
+        (CHAT, body(temperature="hot"), {}, 400),
+        (CHAT, body(top_p=True), {}, 400),
+        (CHAT, b"{}", {}, 400),
+        (CHAT, b'{"messages": []}', {}, 400),
+        (CHAT, b'{"messages": "hello"}', {}, 400),
+        (CHAT, b'{"messages": ["hello"]}', {}, 400),
+        ("/v1/completions", b"{}", {}, 400),
+        ("/v1/completions", b'{"prompt": 5}', {}, 400),
+        (CHAT, BODY, {"host": "evil.example"}, 403),  # a name that somebody made lead here
+        (CHAT, BODY, {"host": "127.0.0.1.evil.example:8000"}, 403),
         (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', {}, 400),
     ],
 )
@@ -114,15 +133,25 @@ def test_what_is_not_passed_on(path: str, body: bytes, headers: dict[str, str], 
 
 def test_defaults_are_put_in_and_give_way() -> None:
     gate = Gate(inner, ["a"], defaults={"repeat_penalty": 1.0})
-    ask(gate, CHAT, b'{"messages": []}')
-    assert SEEN[0]["body"] == {"messages": [], "model": "a", "repeat_penalty": 1.0}
-    ask(gate, CHAT, b'{"repeat_penalty": 1.2}')
+    ask(gate, CHAT, body())
+    assert SEEN[0]["body"] == {"messages": SAID, "model": "a", "repeat_penalty": 1.0}
+    ask(gate, CHAT, body(repeat_penalty=1.2))
     assert SEEN[0]["body"]["repeat_penalty"] == 1.2
 
 
 def test_fields_that_change_nothing_are_passed_on() -> None:
-    body = b'{"n": 1, "logprobs": false, "response_format": {"type": "text"}, "temperature": 0}'
-    assert ask(Gate(inner, ["a"], plain=PLAIN), CHAT, body)[0] == 200
+    same = body(n=1, logprobs=False, response_format={"type": "text"}, temperature=0, presence_penalty=0.0)
+    assert ask(Gate(inner, ["a"], plain=PLAIN), CHAT, same)[0] == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000", "[::1]"])
+def test_its_own_names_open_a_gate_without_a_key(host: str) -> None:
+    assert ask(Gate(inner, ["a", "b"]), CHAT, BODY, host=host)[0] == 200
+
+
+def test_with_a_key_it_has_any_name() -> None:
+    gate = Gate(inner, ["a", "b"], key="sesame")
+    assert ask(gate, CHAT, BODY, host="models.example", authorization="Bearer sesame")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -152,7 +181,7 @@ def test_models_take_turns() -> None:
 
     async def one(name: str) -> None:
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": json.dumps({"model": name}).encode()}
+            return {"type": "http.request", "body": body(model=name)}
 
         headers = [(b"content-type", b"application/json")]
         await gate({"type": "http", "method": "POST", "path": CHAT, "headers": headers}, receive, lambda _: None)  # type: ignore[arg-type,return-value]

@@ -460,6 +460,26 @@ def test_trained_stop_tokens_are_joined_with_the_bases(own: tuple[Path, Path], t
     assert any("[8]" in note for note in result.notes)
 
 
+@pytest.mark.parametrize("mentions", [False, True])
+def test_the_tokenizer_names_the_trained_end_too(own: tuple[Path, Path], tmp_path: Path, mentions: bool) -> None:
+    """llama.cpp's converter reads nothing else. A template that prints its eos_token keeps the one it has."""
+    from transformers import AutoTokenizer
+
+    base, adapter = own
+    tokenizer = tiny_tokenizer("qwen3")
+    ending = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    other = next(token for token in tokenizer.all_special_tokens if token != "<|im_end|>")
+    tokenizer.eos_token = other
+    tokenizer.chat_template = "{{ eos_token }}" * mentions + "{{ messages }}"
+    tokenizer.save_pretrained(adapter)
+    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [ending, tokenizer.eos_token_id]}))
+    result = merge_adapter(base, adapter, tmp_path / "out")
+    found = AutoTokenizer.from_pretrained(result.folder)
+    assert found.eos_token == (other if mentions else "<|im_end|>")
+    assert any("eos_token is now <|im_end|>" in note for note in result.notes) != mentions
+    assert found("Hello <|im_end|>").input_ids == tokenizer("Hello <|im_end|>").input_ids
+
+
 def test_stop_tokens_without_a_generation_config_in_the_base(own: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = own
     (base / "generation_config.json").unlink()
@@ -518,7 +538,7 @@ def test_the_same_merge_again_is_returned_untouched(own: tuple[Path, Path], tmp_
     assert (again.tensors, again.merged, again.bytes, again.scale) == (first.tensors, 4, first.bytes, 3.0)
     assert "already holds exactly this merge" in again.notes[-1]
     (tmp_path / "out/model.safetensors").unlink()
-    with pytest.raises(ModelError, match="no safetensors weights"):
+    with pytest.raises(RunError, match="its weights changed since"):
         merge_adapter(moved, adapter, tmp_path / "out")
 
 
@@ -590,13 +610,13 @@ def test_any_failure_leaves_nothing(pair: tuple[Path, Path], tmp_path: Path, err
     with pytest.raises(expected):
         merge_adapter(*pair, tmp_path / "deep" / "out", progress=fail)
     assert list((tmp_path / "deep").iterdir()) == []
-    (tmp_path / "deep/out.part-1").mkdir()  # of a merge that was killed
+    (tmp_path / "deep/out.part-0123456789abcdef").mkdir()  # of a merge that was killed
     merge_adapter(*pair, tmp_path / "deep" / "out")
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
 
 
 def test_a_merge_that_still_runs_is_left_alone(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    part = tmp_path / "out.part-1"
+    part = tmp_path / "out.part-0123456789abcdef"
     part.mkdir()
     handle = os.open(part, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)  # as its process does while it lives
@@ -607,7 +627,98 @@ def test_a_merge_that_still_runs_is_left_alone(pair: tuple[Path, Path], tmp_path
         os.close(handle)
 
 
+def test_what_is_like_a_leftover_and_is_none_stays(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("out.part-two", "out.part-2", "out2.part-0123456789abcdef", "out")]
+    for other in others[:-1]:
+        other.mkdir()
+        (other / "mine").write_text("mine")
+    merge_adapter(*pair, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+    assert all((other / "mine").is_file() for other in others[:-1])
+
+
+def test_leftovers_go_before_the_space_is_looked_at(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = tmp_path / "out.part-0123456789abcdef"
+    part.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if part.exists() else 10**12))
+    assert merge_adapter(*pair, tmp_path / "out").merged
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda out: (out / "config.json").write_text("{}"), "config.json|weights"),
+        (lambda out: zeroed(max(out.glob("*.safetensors"))), "weights"),
+        (lambda out: max(out.glob("*.safetensors")).unlink(), "weights"),
+    ],
+)
+def test_a_result_that_has_changed_is_not_taken_for_finished(
+    own: tuple[Path, Path], tmp_path: Path, spoil: Callable[[Path], object], named: str
+) -> None:
+    tiny_tokenizer("smollm2").save_pretrained(own[1])
+    out = merge_adapter(*own, tmp_path / "out").folder
+    (out / "notes-of-mine.txt").write_text("people may add files")
+    assert "already holds exactly this merge" in merge_adapter(*own, out).notes[-1]
+    spoil(out)
+    with pytest.raises(RunError, match=named):
+        merge_adapter(*own, out)
+
+
+def test_a_single_shard_of_any_name_is_found_again(
+    pair: tuple[Path, Path], own: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As some bases have it: one file that is named as the first of one, and an index."""
+    base, adapter = own
+    (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
+    names = load_file(base / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    found, right = (
+        merge_adapter(base, adapter, tmp_path / "out").folder,
+        merge_adapter(*pair, tmp_path / "right").folder,
+    )
+    for name, weight in load_model(found).state_dict().items():
+        assert torch.equal(weight, load_model(right).state_dict()[name])
+
+
+def zeroed(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-64, os.SEEK_END)
+        opened.write(bytes(64))
+
+
+def test_a_result_without_a_proof_is_proved_when_that_is_asked(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert merge_adapter(*pair, out).proof is None
+    proved = merge_adapter(*pair, out, rows=ROWS)
+    assert proved.proof is not None
+    assert proved.proof.passed
+    assert merge_adapter(*pair, out).proof == proved.proof
+
+
 # ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("r", 4.0), ("rank_pattern", ["q_proj"]), ("rank_pattern", {"q_(": 2}), ("rank_pattern", {"q_proj": "two"}),
+        ("alpha_pattern", "q_proj"), ("target_modules", "q_("), ("base_model_name_or_path", 5),
+    ],
+)  # fmt: skip
+def test_a_config_that_peft_would_not_write(
+    own: tuple[Path, Path], tmp_path: Path, field: str, value: object
+) -> None:
+    edit(own[1] / "adapter_config.json", **{field: value})
+    with pytest.raises(InputError, match=f"'{field}' in .*adapter_config.json"):
+        merge_adapter(*own, tmp_path / "out")
+    (own[1] / "adapter_config.json").write_text("[]")
+    with pytest.raises(InputError, match="no JSON object"):
+        merge_adapter(*own, tmp_path / "out")
+
 
 Change = Callable[[Path, Path], None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -450,4 +451,25 @@ def test_the_merged_folder_stops_by_itself(run: Run) -> None:
     ids = saved["eos_token_id"]
     ids = ids if isinstance(ids, list) else [ids]
     assert load_speaker(run.folder).tokenizer.convert_tokens_to_ids("<|im_end|>") in ids
-    assert find_target(merged).name == run.name
+    found = find_target(merged)
+    assert (found.name, found.run) == (run.name, None)
+    assert found.answered is not None
+    assert found.answered.folder.resolve() == run.folder.resolve()
+    assert found.system == find_target(run.folder).system
+
+
+def test_what_lies_in_a_run_knows_its_rows(run: Run, tmp_path: Path) -> None:
+    """An adapter or a checkpoint, named by its folder, gets the run's system message; a copy elsewhere does not."""
+    final = find_target(run.adapter)
+    assert final.run is None
+    assert final.answered is not None
+    assert final.answered.folder.resolve() == run.folder.resolve()
+    assert final.system == find_target(run.folder).system
+    checkpoint = run.folder / "checkpoints" / "step-1"
+    shutil.copytree(run.adapter, checkpoint)
+    earlier = find_target(checkpoint)
+    assert earlier.system == final.system
+    assert earlier.answered is None  # the recorded answers are those of the last step
+    shutil.rmtree(checkpoint)
+    elsewhere = find_target(shutil.copytree(run.adapter, tmp_path / "copy"))
+    assert (elsewhere.inside, elsewhere.answered, elsewhere.system) == (None, None, None)
