@@ -16,7 +16,7 @@ from finetune.errors import DataError
 from finetune.formats import BadRow
 from finetune.model import load_tokenizer
 from finetune.packing import packs
-from finetune.paths import Lengths
+from finetune.paths import WORTH_SHARING, Lengths
 from finetune.recipe import Recipe
 from finetune.store import Packs, Rows
 
@@ -59,6 +59,12 @@ def read_lengths(recipe: Recipe, source: str | list[str] | None = None, sample: 
 def of_rows(rows: Rows, source: str, of: int | None = None) -> Lengths:
     """Lengths of finished rows, and what of them runs when they are laid end to end."""
     ends, shared = rows.laid_out()
+    if isinstance(rows, Packs):  # whose rows share their beginning too, where that is worth it
+        spared = [shared * (len(pack) - 1) for pack in rows.packs]
+        ends = [
+            sum(ends[row] for row in pack) - (less if less >= WORTH_SHARING else 0)
+            for pack, less in zip(rows.packs, spared, strict=True)
+        ]
     return Lengths.read(rows.pairs, source, of, ends, shared)
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.chat import IGNORE, Encoded
-from finetune.paths import WORTH_SHARING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -179,13 +178,8 @@ class Packs(Rows):
         return np.array([of_rows[list(pack)].sum() for pack in self.packs])
 
     def laid_out(self) -> tuple[list[int], int]:
-        """The same of every pack, whose rows share their beginning too where that is worth it."""
-        ends, shared = self.rows.laid_out()
-        spared = [shared * (len(pack) - 1) for pack in self.packs]
-        return [
-            sum(ends[row] for row in pack) - (less if less >= WORTH_SHARING else 0)
-            for pack, less in zip(self.packs, spared, strict=True)
-        ], shared
+        """The same of the rows in all packs, each by itself."""
+        return self.rows.laid_out()
 
     def take(self, indices: Any) -> Rows:
         """These packs."""

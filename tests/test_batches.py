@@ -21,6 +21,7 @@ from finetune.data import Prepared
 from finetune.fast import adapter, layers
 from finetune.fast.attention import documents
 from finetune.fast.head import onepass_loss, supervised_loss
+from finetune.lengths import of_rows
 from finetune.recipe import Fast
 from finetune.store import Packs, Rows
 from finetune.store import batch as stored
@@ -188,9 +189,10 @@ def test_packs_know_it_too() -> None:
     """23 + 22 + 24 tokens: the last of each is not run, nor are two of those after the last label; 20 are shared."""
     rows = Rows.of([row([*SYSTEM, 1, 2, 3], 22), row([*SYSTEM, 4, 5], 21), row([*SYSTEM, 6, 7, 8, 9], 21, 23)])
     assert rows.laid_out() == ([22, 21, 22], 20)
-    assert Packs(rows, [[0, 2], [1]]).laid_out() == ([22 + 22 - 20, 21], 20)
+    packs = of_rows(Packs(rows, [[0, 2], [1]]), "packs")
+    assert (packs.ends, packs.shared) == (((22 + 22 - 20, 3), (21, 1)), 20)
     few = Rows.of([row([*SYSTEM[:15], n, n], 16) for n in (1, 2)])
-    assert Packs(few, [[0, 1]]).laid_out() == ([32], 15)  # 15 saved are too few
+    assert of_rows(Packs(few, [[0, 1]]), "packs").ends == ((32, 2),)  # 15 saved are too few
     assert Rows.of([]).laid_out() == ([], 0)
 
 
