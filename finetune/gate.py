@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,7 +37,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _NUMBERS = {"max_tokens": 1, "max_completion_tokens": 1, "temperature": 0, "top_p": 0}
 """Fields that hold a number, and the least of it."""
-_OWN = ("127.0.0.1", "localhost", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,9 @@ class Gate:
     def _check_key(self, scope: Scope) -> None:
         if self.key is None:
             host = _header(scope, b"host").decode(errors="replace").lower()
-            if host and re.sub(r":[0-9]+$", "", host) not in _OWN:
-                raise Refused(
-                    403, "wrong_host", f"This server answers to {', '.join(_OWN)} only; start it with a key."
-                )
+            if host and not _is_own(host):
+                said = "Without a key this server answers to localhost and its own addresses only."
+                raise Refused(403, "wrong_host", said)
             return
         given = _header(scope, b"authorization")
         if not hmac.compare_digest(given, b"Bearer " + self.key.encode()):
@@ -136,6 +135,15 @@ class Gate:
                 if not isinstance(part, dict) or part.get("type") != "text":
                     raise Refused(400, "unsupported_value", "Only text can be asked here, in content parts as well.")
         return str(name)
+
+
+def _is_own(host: str) -> bool:
+    """Whether a Host header names this machine to itself."""
+    name = re.sub(r":[0-9]+$", "", host).strip("[]")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

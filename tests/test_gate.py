@@ -144,7 +144,9 @@ def test_fields_that_change_nothing_are_passed_on() -> None:
     assert ask(Gate(inner, ["a"], plain=PLAIN), CHAT, same)[0] == 200
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000", "[::1]"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "127.0.0.2:80", "[::1]:8000", "[::1]"]
+)
 def test_its_own_names_open_a_gate_without_a_key(host: str) -> None:
     assert ask(Gate(inner, ["a", "b"]), CHAT, BODY, host=host)[0] == 200
 
