@@ -120,7 +120,7 @@ def read_adapter(folder: Path) -> Adapter:
     Raises `InputError` for a folder that is no adapter, another kind of adapter, a variant that cannot be merged,
     half a pair, a rank that contradicts the config, or a target module with nothing in the file.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     if not (folder / WEIGHTS).exists():
         raise InputError(
             f"The adapter {folder} has no {WEIGHTS}.",
@@ -168,7 +168,8 @@ def check_finite(folder: Path) -> None:
                 )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of a peft LoRA adapter. Raises `InputError` for any other, and for what peft would not write."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:

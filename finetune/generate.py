@@ -16,7 +16,7 @@ from finetune.model import load_base, load_tokenizer, model_folder, training_dev
 from finetune.model_files import read_json
 from finetune.origin import check_origin, read_origin
 from finetune.recipe import Full
-from finetune.run import Run, open_run
+from finetune.run import Run, open_run, run_around
 from finetune.weight_files import read_shard
 
 _WORTH_SHARING = 8  # tokens; below, one more forward pass costs more than it saves
@@ -233,13 +233,13 @@ def _on_its_base(name: str, model: str, revision: str | None, adapter: Path, run
     check_origin(name, origin, model, folder)
     if (adapter / adapter_file.WEIGHTS).is_file():
         adapter_file.check_finite(adapter)
-    return Target(name, folder, adapter, run, _inside(adapter))
+    return Target(name, folder, adapter, run, run_around(adapter))
 
 
 def _plain_target(path: Path, name: str) -> Target:
     if not (path / adapter_file.CONFIG).is_file():
         short = path.resolve().name if path.exists() else name.rpartition("/")[2]
-        run = _inside(path) if short in ("merged", "model") else None
+        run = run_around(path) if short in ("merged", "model") else None
         return Target(run.name if run else short.removesuffix(".gguf"), model_folder(name), inside=run)
     config = read_json(path / adapter_file.CONFIG)
     base = str(config.get("base_model_name_or_path") or "")
@@ -249,11 +249,6 @@ def _plain_target(path: Path, name: str) -> Target:
             f"Write the base's name or folder as base_model_name_or_path into {path / adapter_file.CONFIG}.",
         )
     return _on_its_base(path.resolve().name, base, config.get("revision"), path, None)
-
-
-def _inside(path: Path) -> Run | None:
-    """The run that an adapter, a checkpoint of it or a model lies in."""
-    return next((Run(above) for above in path.resolve().parents[:2] if (above / "recipe.yaml").is_file()), None)
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -20,10 +20,9 @@ from finetune.merge_folder import Progress
 from finetune.merge_layout import FourBits
 from finetune.model import load_tokenizer, model_folder
 from finetune.model_card import About, base_name, licence_of
-from finetune.model_files import read_json
 from finetune.origin import commit_of, other_weights, read_origin
 from finetune.recipe import Dtype, Full, QLoRA, Recipe
-from finetune.run import Run, open_run
+from finetune.run import Run, open_run, run_around
 from finetune.weight_files import Shard, read_model
 
 _PROOF_ROWS = 8
@@ -63,9 +62,7 @@ def find_source(name: str | Path | Run) -> Source:
     Raises `InputError` for a fully fine-tuned run, and `RunError` for one without an adapter yet or nothing at all.
     """
     if not isinstance(name, Run) and (Path(name) / adapter_file.CONFIG).is_file():
-        folder = Path(name).resolve()
-        above = (Run(parent) for parent in folder.parents[:2] if (parent / "recipe.yaml").is_file())
-        return Source(Path(name), next(above, None))
+        return Source(Path(name), run_around(Path(name)))
     run = name if isinstance(name, Run) else open_run(name)
     if isinstance(run.recipe().method, Full):
         raise InputError(
@@ -190,7 +187,7 @@ def _named_base(source: Source) -> tuple[str | None, str | None]:
     if source.run:
         recipe = source.run.recipe()
         return recipe.model, commit or recipe.load.revision
-    config = read_json(source.adapter / adapter_file.CONFIG)
+    config = adapter_file.read_config(source.adapter)
     return config.get("base_model_name_or_path") or None, commit or config.get("revision")
 
 

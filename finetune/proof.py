@@ -124,6 +124,11 @@ def prove(
             if trained != (used or {}):
                 other = _answers(replace(files, four_bits=trained), base, adapters, taken, like=merged)
             found = replace(found, trained=_largest(got, other), trained_same=_same(got, other))
+    if not plain.isfinite().all():
+        raise FinetuneError(
+            f"Base + adapter gives NaN or infinity on {found.rows} rows, so there is nothing to compare with.",
+            "The merged model was removed. The weights of the base are broken: download it again.",
+        )
     if not found.passed:
         raise FinetuneError(
             f"The merged model does not answer as base + adapter: on {found.rows} rows its logits differ by up to "

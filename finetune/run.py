@@ -172,6 +172,11 @@ def open_run(name: str | Path) -> Run:
     raise RunError(f"There is no run folder {name}.", hint)
 
 
+def run_around(path: Path) -> Run | None:
+    """The run that a file, an adapter, a checkpoint of it or a model lies in: one or two folders up."""
+    return next((Run(above) for above in path.resolve().parents[:2] if (above / "recipe.yaml").is_file()), None)
+
+
 def all_runs(folder: Path = Path("runs")) -> list[Run]:
     """Every run under `folder`, oldest first."""
     found = [Run(path.parent) for path in folder.glob("*/recipe.yaml")]

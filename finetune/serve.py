@@ -36,7 +36,7 @@ from finetune.merge import merge
 from finetune.model import training_device
 from finetune.recipe import Serve
 from finetune.recorded import Place, compare
-from finetune.run import Run, open_run
+from finetune.run import open_run, run_around
 
 Say = Callable[[str], None]
 KEY = "FINETUNE_API_KEY"  # the environment variable; an option would show the key to everybody on the machine
@@ -182,10 +182,9 @@ def _base_name(targets: Sequence[Target]) -> str:
 def _serve_gguf(file: Path, place: Place, name: str | None, say: Say) -> None:
     _needs(("fastapi", "uvicorn"))
     name = name or file.stem
-    run = next((Run(folder) for folder in file.resolve().parents if (folder / "recipe.yaml").is_file()), None)
     # Its own default of 1.1 punishes every word that comes again, and with it half of all JSON.
     gate = Gate(llama_app(file, name), [name], place.key, plain={"n": (1,)}, defaults={"repeat_penalty": 1.0})
-    _run(gate, [Target(name, file, run=run)], place, say)
+    _run(gate, [Target(name, file, run=run_around(file))], place, say)
 
 
 # --------------------------------------------------------------------------------------------------------------- vLLM

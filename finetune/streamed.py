@@ -41,8 +41,7 @@ class NotProvable(Exception):
 def give_back_freed_memory() -> None:
     """Let glibc's malloc hand freed blocks of 1 MiB and more to the kernel at once, until this process ends.
 
-    By itself it learns to keep blocks of up to 32 MiB, and weights of many sizes leave holes: of a proof that holds
-    0.3 GB at most, 0.9 GB stayed.
+    By itself it learns to keep blocks of up to 32 MiB, and weights of many sizes leave holes between them.
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)

@@ -31,7 +31,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "Download or save it again."
 _CHUNK = 8 << 20
 _AT_ONCE = 1 << 20
-_HASHED_WHOLE = 10**9  # bytes: half a second
+_HASHED_WHOLE = 10**9  # bytes
 _SAMPLE = 4096
 
 

@@ -53,7 +53,8 @@ def write_adapter(
     from peft import LoraConfig, get_peft_model
 
     fields = {"r": 4, "lora_alpha": 12, "target_modules": targets if isinstance(targets, str) else list(targets)}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # peft draws A: the same one whichever tests ran before
         warnings.simplefilter("ignore")  # peft warns of tied weights, which is what some of these tests are about
         model = get_peft_model(load_model(base), LoraConfig(task_type="CAUSAL_LM", **{**fields, **config}))
         generator = torch.Generator().manual_seed(seed)
@@ -665,6 +666,17 @@ def test_a_result_that_has_changed_is_not_taken_for_finished(
     spoil(out)
     with pytest.raises(RunError, match=named):
         merge_adapter(*own, out)
+
+
+def test_a_base_with_nan_is_named_as_that(own: tuple[Path, Path], tmp_path: Path) -> None:
+    file = own[0] / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{Q}.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(FinetuneError, match="gives NaN or infinity"):
+        merge_adapter(*own, tmp_path / "out", rows=ROWS)
+    assert not (tmp_path / "out").exists()
+    assert partials(tmp_path) == []
 
 
 def test_a_single_shard_of_any_name_is_found_again(

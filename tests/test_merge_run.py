@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.cli import main
 from finetune.merge import merge, size_of
 from finetune.model_card import licence_of
 from finetune.recipe import parse_recipe
 from finetune.run import open_or_create
+from tests.command import finetune
 from tests.test_merge import edit, weights, write_adapter
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -75,22 +74,6 @@ def make_run(folder: Path, base: Path, adapter: Path, kind: str = "lora") -> Pat
     return folder
 
 
-def finetune(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr of one command."""
-    capsys.readouterr()
-    before = sys.argv
-    sys.argv = ["finetune", *map(str, arguments)]
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        sys.argv = before
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     """The two sentences of a command that was refused, in one line."""
     code, out, err = finetune(capsys, "merge", *arguments)
@@ -101,6 +84,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
+
+
+def test_a_base_that_is_no_name(tmp_path: Path, adapters: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused where the base is looked for, before the adapter is read."""
+    adapter = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
+    edit(adapter / "adapter_config.json", base_model_name_or_path=5)
+    code, _, err = finetune(capsys, "merge", adapter, "--output", tmp_path / "out")
+    assert (code, len(err.splitlines())) == (2, 2)
+    assert "'base_model_name_or_path' in" in err
 
 
 def test_a_run_becomes_a_complete_folder(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from finetune.cli import main
 from finetune.errors import RunError
 from finetune.merge import merge
 from finetune.run import Run
 from finetune.train import train
 from finetune.weight_files import fingerprint, read_model
+from tests.command import finetune
 from tests.flow.conftest import recipe, write_rows
 from tests.tiny import tiny_model
 
@@ -52,20 +50,6 @@ def swap_a_byte(base: Path) -> None:
     file.write_bytes(content)
 
 
-def finetune(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
-    """Exit code and stderr of one command."""
-    before, code = sys.argv, 0
-    sys.argv = ["finetune", *map(str, arguments)]
-    capsys.readouterr()
-    try:
-        main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        sys.argv = before
-    return code, capsys.readouterr().err
-
-
 def test_it_is_written_where_the_adapter_is(run: Run) -> None:
     sha256 = fingerprint(read_model(Path(run.recipe().model)))
     assert run.read("base.json") == {"sha256": sha256, "commit": None}
@@ -81,7 +65,7 @@ def test_one_other_byte_is_another_base(
     adapter = shutil.copytree(run.adapter, workdir / "adapter")
     swap_a_byte(base)
     for name, more in ((run.folder, []), (adapter, ["--output", "out"] if command in ("merge", "export") else [])):
-        code, said = finetune(capsys, command, name, *COMMANDS[command], *more)
+        code, _, said = finetune(capsys, command, name, *COMMANDS[command], *more)
         assert code == 2, said
         assert said == (
             f"finetune: The weights of {base} are not those that {name.name} was trained on.\n"
@@ -97,7 +81,7 @@ def test_another_base_is_refused_where_the_first_one_is_gone(
     moved = shutil.move(base, workdir / "moved")
     other = tiny_model(workdir / "other", seed=6)
     assert merge(run, workdir / "out", base=str(moved), verify=False).merged
-    code, said = finetune(capsys, "merge", run.folder, "--base", other, "--output", "no")
+    code, _, said = finetune(capsys, "merge", run.folder, "--base", other, "--output", "no")
     assert code == 2
     assert f"was trained on {base}, and {other} holds other weights.\nMerge it into its own base" in said
     shutil.copytree(moved, base)  # for the fixture to remove
