@@ -573,8 +573,20 @@ def _calm() -> None:
 
 def main() -> None:
     """Entry point: an error the user can put right is two sentences and an exit code, never a traceback."""
+    code = _run()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from finetune.launch import leave
+
+        leave(code)
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code of the command that was asked for."""
     try:
         app()
+    except SystemExit as end:  # what click ends with, whether it went well or not
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except FinetuneError as error:
         if "--debug" in sys.argv:
             raise
@@ -582,7 +594,7 @@ def main() -> None:
         if rank == "0" or not isinstance(error, InputError):  # wrong input is the same on every process
             who = "finetune" if rank == "0" else f"finetune, process {rank}"
             sys.stderr.write(f"{who}: {error.what.rstrip()}\n{error.hint}\n".rstrip() + "\n")
-        sys.exit(error.exit_code)
+        return error.exit_code
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -590,7 +602,8 @@ def main() -> None:
             f"finetune: stopped by {type(error).__name__}: {error}\n"
             "Run it again with `finetune --debug ...` for the traceback.\n"
         )
-        sys.exit(1)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from finetune.device import this_device
 from finetune.errors import InputError
@@ -67,6 +69,18 @@ def check_launched() -> None:
             "`accelerate launch` was asked for several processes and has started one; with --cpu it always does.",
             "Use `finetune launch -n 2 train ...`, or the accelerate line under 'Several processes' in the README.",
         )
+
+
+def leave(code: int) -> NoReturn:
+    """End a process of several: what is registered for the end runs, and then Python is not taken apart.
+
+    gloo's threads outlive their process group. One that lets go of a tensor while Python is being taken apart aborts
+    the process ("terminate called without an active exception"), and the launcher reports a finished run as failed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _free_port() -> int:

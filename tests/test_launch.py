@@ -93,3 +93,24 @@ def test_a_process_alone_sees_one_card(
         monkeypatch.setenv(name, value)
     module.use_one_card()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == after
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_a_process_of_several_leaves_with_its_code_and_without_taking_python_apart(code: int) -> None:
+    """An object that is left over is not finalized, as a tensor in a thread of gloo's would be; atexit is kept."""
+    script = f"""
+import atexit
+from finetune.launch import leave
+
+class Tensor:
+    def __del__(self):
+        print("taken apart")
+
+kept = Tensor()
+atexit.register(print, "registered for the end")
+print("work")
+leave({code})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stdout.split("\n") == ["work", "registered for the end", ""]
