@@ -229,7 +229,7 @@ def build_trainer(
         log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
         logits = None
     log.info(
-        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products with frozen fp32 weights: %s.",
+        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products backward with frozen fp32 weights: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention,
         why_alone(recipe, facts) or "together where they share an input",

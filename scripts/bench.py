@@ -497,11 +497,10 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
             began, used = time.perf_counter(), time.process_time()
             for weight in weights:
                 forth, back = inputs[weight.shape[1]], inputs[weight.shape[0]]
+                forth @ weight.T
                 if plain:
-                    forth @ weight.T
                     back @ weight
                 else:
-                    products.product(forth, weight)
                     products.back(back, weight)
             wall.append(time.perf_counter() - began)
             cpu.append(time.process_time() - used)
@@ -841,8 +840,8 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         f"a supervised token). Plain fp32 products reach {top['layers'] / 1e9:,.0f} GF/s at the layers' shapes with "
         f"{top['tokens']:,.0f} tokens and {top['head'] / 1e9:,.0f} GF/s at the head's with {top['supervised']:,.0f}, "
         f"so it would take {found['seconds_at_ceiling']:.2f} s, by processor time {found['cpu_s_at_ceiling']:.2f}. "
-        f"`finetune` runs {found['run_per_step']:,.0f} of the tokens, and its share counts only those. oneDNN's "
-        f"products, which it takes for the layers, reach {top['onednn'] / 1e9:,.0f} GF/s there."
+        f"`finetune` runs {found['run_per_step']:,.0f} of the tokens, and its share counts only those. Its own "
+        f"products in the layers, with oneDNN's backward, reach {top['onednn'] / 1e9:,.0f} GF/s there."
     )
 
 

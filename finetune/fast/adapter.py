@@ -24,7 +24,7 @@ import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
 
 from finetune.fast.again import what_to_keep
-from finetune.fast.products import back, product
+from finetune.fast.products import back
 from finetune.method import FEW_TOKENS
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Linears(NamedTuple):
         outputs = [_base_output(base_of(layer), inner) for layer in self.layers]
         if not self.adapted:
             return outputs, None
-        narrow = product(inner, _stacked(a, inner.dtype))
+        narrow = inner @ _stacked(a, inner.dtype).t()
         for n, part, up, scale in zip(self.adapted, _parts(narrow, a), b, self.scales, strict=True):
             _flat(outputs[n]).addmm_(_flat(part), up.to(inner.dtype).t(), alpha=scale)
         return outputs, narrow
@@ -146,11 +146,10 @@ def adapters_of(layers: Any) -> list[Any]:
 
 
 def _base_output(base: Any, inner: Any) -> Any:
-    """x W^T + bias; a 4-bit layer unpacks its own weight."""
+    """x W^T + bias, in the order of sums of every other trainer; a 4-bit layer unpacks its own weight."""
     if type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype:
         return base(inner)
-    output = product(inner, base.weight)
-    return output if base.bias is None else output.add_(base.bias)
+    return torch.nn.functional.linear(inner, base.weight, base.bias)  # its own forward may be one of ours
 
 
 def _flat(x: Any) -> Any:

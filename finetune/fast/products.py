@@ -1,13 +1,15 @@
 """Products with a frozen weight, by the quickest library that is here.
 
-    product    x W^T            [rows, in] @ [out, in]^T    the forward pass
-    back       g W [+ total]    [rows, out] @ [out, in]     the backward pass to the input
+    product    x W^T            [rows, in] @ [out, in]^T    the output head, forward
+    back       g W [+ total]    [rows, out] @ [out, in]     the backward pass to the input of head and layers
 
 torch multiplies fp32 matrices on a CPU by MKL. oneDNN, which torch carries too, takes the same weights as they lie
-and is the quicker one on the machines tried; `scripts/bench.py` prints the speed of both. Both are plain fp32 sums,
-in another order. oneDNN's is the less exact one the longer a sum is, so sums of more than `LONGEST` terms (over a
-vocabulary) go to MKL, and so does everything but fp32 on an x86 CPU; `scripts/check_gradients.py` shows how exact.
-`by_torch` leaves everything to torch.
+and is the quicker one on the machines tried: by a tenth to a quarter in the backward pass, by a twentieth to a tenth
+in the forward pass; `scripts/bench.py` prints the speed of both. Both are plain fp32 sums, in another order. oneDNN
+adds all terms in one chain and is the less exact one the longer a sum is. What the forward pass of the layers rounds
+goes into every gradient, so that pass stays with torch; so do sums of more than `LONGEST` terms (over a vocabulary)
+and everything but fp32 on an x86 CPU. `scripts/check_gradients.py` shows how exact it is. `by_torch` leaves all of it
+to torch.
 """
 
 from __future__ import annotations
