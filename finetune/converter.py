@@ -56,8 +56,8 @@ def convert(script: str, arguments: list[str], *, checkout: Path | None = None) 
         raise FinetuneError(
             f"llama.cpp's converter stopped: {words[-1].strip()}.",
             "If it does not know this model or tokenizer, try a newer llama.cpp: set "
-            f"{CHECKOUT} to a checkout. {folder / script} {' '.join(arguments)} shows all of its messages.",
-        )
+            f"{CHECKOUT} to a checkout. `finetune --debug export ...` shows all of its messages.",
+        ) from RuntimeError(done.stderr)
 
 
 def _fetch(aside: Path) -> None:

@@ -32,7 +32,7 @@ from finetune.model_files import CONFIG, GENERATION, read_json
 from finetune.ollama import modelfile
 from finetune.plain_adapter import plain_copy
 from finetune.vllm_rules import max_lora_rank, obstacle
-from finetune.weight_files import file_sha256
+from finetune.weight_files import file_sha256, parents_of
 
 Kind = Literal["f16", "q8_0", "bf16", "f32"]
 Say = Callable[[str], None]
@@ -109,17 +109,14 @@ def _new(path: Path) -> Iterator[Path]:
     if path.exists():
         raise InputError(f"{path} exists already.", "Name another --output, or remove it.")
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
-    made = not path.parent.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield part
-        part.rename(path)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)
-        if made and not any(path.parent.iterdir()):
-            path.parent.rmdir()
-        raise
+    with parents_of(path):
+        try:
+            yield part
+            part.rename(path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            part.unlink(missing_ok=True)
+            raise
 
 
 # -------------------------------------------------------------------------------------------------------------- GGUF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def check_model(file: Path, target: Target, kind: str) -> tuple[float, float] | 
     if sample is not None:
         rows.append(chat.prompt_ids(tokenizer, sample.conversation.messages, sample.conversation.tools))
     try:
-        found = _logits(file.parent, rows, gguf_file=file.name)
+        with tempfile.TemporaryDirectory() as alone:  # transformers would take an adapter beside it too
+            (Path(alone) / file.name).symlink_to(file.resolve())
+            found = _logits(Path(alone), rows, gguf_file=file.name)
     except (ValueError, NotImplementedError) as error:
         if "not supported" in str(error):
             return None

@@ -47,20 +47,21 @@ def new_folder(output: Path) -> Iterator[Path]:
     part = output.with_name(f"{output.name}.part-{secrets.token_hex(8)}")
     held = None
     try:
-        part.mkdir(parents=True)
-        held = _lock(part)
-        yield part
-        weight_files.flush_folder(part)
-        part.rename(output)
-        weight_files.flush_folder(output.parent)
+        with weight_files.parents_of(output):
+            try:
+                part.mkdir()
+                held = _lock(part)
+                yield part
+                weight_files.flush_folder(part)
+                part.rename(output)
+                weight_files.flush_folder(output.parent)
+            except BaseException:  # KeyboardInterrupt too
+                shutil.rmtree(part, ignore_errors=True)
+                raise
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise FinetuneError(
             f"The merge into {output} stopped: {error}.", "Nothing is left of it; merge again."
         ) from error
-    except BaseException:  # KeyboardInterrupt too
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     finally:
         if held is not None:
             os.close(held)

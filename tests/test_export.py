@@ -18,7 +18,7 @@ from finetune.chat import end_of_turn_ids
 from finetune.converter import CHECKOUT, converter, unpack
 from finetune.errors import InputError
 from finetune.export import export, vllm_adapter
-from finetune.generate import find_target
+from finetune.generate import Target, find_target
 from finetune.ollama import modelfile, pieces_of
 from finetune.plain_adapter import plain_copy
 from finetune.recipe import Full, LoRA, QLoRA
@@ -346,8 +346,9 @@ def test_a_converter_that_fails_leaves_nothing(base: Path, tmp_path: Path) -> No
             "import sys\nopen(sys.argv[sys.argv.index('--outfile') + 1], 'w').write('half')\n"
             "sys.exit('this model is unknown')\n"
         )
-    with pytest.raises(FinetuneError, match="this model is unknown"):
-        export(base, "gguf", tmp_path / "out", llama_cpp=checkout)
+    with pytest.raises(FinetuneError, match="this model is unknown") as failure:
+        export(base, "gguf", tmp_path / "deep" / "out", llama_cpp=checkout)
+    assert "this model is unknown" in str(failure.value.__cause__)  # with --debug all of its words are shown
     with pytest.raises(FinetuneError, match="this model is unknown"):
         export(base, "ollama", tmp_path / "out", llama_cpp=checkout)
     assert [path.name for path in tmp_path.iterdir()] == ["llama.cpp"]
@@ -366,3 +367,22 @@ def test_what_cannot_be_exported(base: Path, tmp_path: Path, to: str, more: dict
     with pytest.raises(InputError, match=said):
         export(base, to, tmp_path / "out", **more)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_beside_the_gguf_file_is_not_taken_for_its_own(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers looks for an adapter_config.json in the folder that it loads from."""
+    from finetune import gguf_check
+
+    seen: list[list[str]] = []
+
+    def logits(folder: Path, rows: Any, **how: Any) -> Any:
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        return torch.ones(1, 2).cumsum(-1)
+
+    monkeypatch.setattr(gguf_check, "_logits", logits)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "m.gguf").write_text("")
+    assert gguf_check.check_model(tmp_path / "m.gguf", Target("m", base), "f16") == (0.0, 1.0)
+    assert seen[0] == ["m.gguf"]
