@@ -23,12 +23,13 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
@@ -39,6 +40,7 @@ from typing import Any
 OUT = Path(__file__).parents[1] / "docs" / "benchmarks"
 THREADS = 2
 LOSS_LIMIT, GRADIENT_LIMIT, CURVE_LIMIT = 1e-5, 1e-4, 5e-3
+LIMITS = LOSS_LIMIT, GRADIENT_LIMIT
 GRADIENT_TARGET = 1e-5
 SHIFTED = "trl-best, labels of one row moved"
 BY_TORCH = "finetune, products: false"
@@ -75,6 +77,7 @@ class Job:
     steps: int
     rows: int = 256
     checkpointing: bool = True  # whether `trl` keeps its default
+    precision: str = "fp32"  # of weights and products
 
 
 ALL_LINEAR = {"kind": "lora", "rank": 16, "alpha": 32, "targets": "attention+mlp"}
@@ -102,10 +105,13 @@ JOBS = {
 # -------------------------------------------------------------------------------------------- the work all arms share
 
 
-def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = None) -> dict[str, Any]:
+def make(
+    job: Job, folder: Path, model: Path, steps: int, rows: Path | None = None, adapter: Path | None = None
+) -> dict[str, Any]:
     """Write what every arm of a job gets: recipe, finished rows step by step, the adapter they start from.
 
-    The rows of each step are those that the toolkit's own trainer takes; inside a step they are dealt anew.
+    The rows of each step are those that the toolkit's own trainer takes; inside a step they are dealt anew. `adapter`
+    is a folder to copy instead of drawing one.
     """
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")  # prepared here once, then found by every process
     from dataclasses import asdict
@@ -122,11 +128,12 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
 
     recipe = Recipe.model_validate(
         {
-            "model": str(model), "load": {"dtype": "float32"}, "method": dict(job.method),
+            "model": str(model), "load": {"dtype": {"fp32": "float32", "bf16": "bfloat16"}[job.precision]},
+            "method": dict(job.method),
             "data": {"train": "home-intents", "max_length": job.max_length},
             "train": {
                 "steps": steps, "batch_size": job.batch, "micro_batch": job.micro, "learning_rate": job.rate,
-                "schedule": "constant", "warmup": 0.0, "precision": "fp32", "log_every": 1,
+                "schedule": "constant", "warmup": 0.0, "precision": job.precision, "log_every": 1,
             },
         }
     )  # fmt: skip
@@ -140,7 +147,7 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
     data, facts = prepare(recipe, tokenizer), read_facts(recipe.model)
     found, plan = resolve(recipe, facts, real_device(), of_rows(data.train, "the rows"))
     order, dice = EpochOrder(data.train.lengths, found.train, flat=lies_flat(found)), random.Random(7)
-    path = replace(plan.path, checkpointing=0)
+    path, apart = replace(plan.path, checkpointing=0), plan.path.attention == "documents"
     taken, counts = [], []
     for step in range(1, steps + 1):
         numbers = order.rows_of(step)
@@ -154,7 +161,7 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
         counts.append(
             {
                 "tokens": tokens, "supervised": supervised, "flop": flop, "flop_head": head,
-                "run": _run_by_us(order.rows_of(step), data.train, job.micro),
+                "run": _run_by_us(order.rows_of(step), data.train, job.micro) if apart else tokens,
             }
         )  # fmt: skip
     layers = [[linear.out_features, linear.in_features] for linear in facts.linears()]
@@ -163,7 +170,10 @@ def make(job: Job, folder: Path, model: Path, steps: int, rows: Path | None = No
         "job": {**asdict(job), "method": dict(job.method)}, "layers": layers,
         "head": [facts.vocab_size, facts.hidden_size],
     }  # fmt: skip
-    _save_adapter(found, facts, model, folder / "adapter")
+    if adapter is None:
+        _save_adapter(found, facts, model, folder / "adapter")
+    else:
+        shutil.copytree(adapter, folder / "adapter")
     (folder / "work.json").write_text(json.dumps(work), encoding="utf-8")
     return work
 
@@ -207,6 +217,8 @@ def _save_adapter(recipe: Any, facts: Any, model: Path, folder: Path) -> None:
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=1e-3)
+        if parameter.requires_grad and recipe.train.precision == "bf16":  # what TRL makes of it on a 4-bit base
+            parameter.data = parameter.data.bfloat16().float()
     adapted.save_pretrained(folder, save_embedding_layers=False)
 
 
@@ -228,8 +240,9 @@ def cut_model(source: Path, folder: Path, layers: int) -> Path:
 class Watch:
     """What is noted of one process: everything an arm does goes by here, and costs next to nothing.
 
-    `begun` is when the process was started (`time.time`). After one step to warm up `timed` steps are taken by the
-    clock; `measure` adds one for memory. The gradients of the first step go to `grads`.
+    `begun` is when the process was started (`time.time`). After `warm` steps to warm up `timed` steps are taken by
+    the clock; `measure` adds one for memory. The gradients of the first step go to `grads`. On `device` cuda a step
+    has ended when the card is done with it.
     """
 
     folder: Path
@@ -237,6 +250,8 @@ class Watch:
     begun: float
     timed: int
     measure: bool = False
+    device: str = "cpu"
+    warm: int = 1
 
     def __post_init__(self) -> None:
         self.loss = 0.0
@@ -244,11 +259,12 @@ class Watch:
         self.stamps: list[tuple[float, float]] = []
         self.first_step_s = 0.0
         self.peak: int | None = None
+        self.reserved: int | None = None
 
     @property
     def steps(self) -> int:
         """All of them."""
-        return 1 + self.timed + self.measure
+        return self.warm + self.timed + self.measure
 
     def attach(self, trainer: Any) -> None:
         """Give the trainer's model the saved adapter, and note its first step and the end of each."""
@@ -259,6 +275,7 @@ class Watch:
 
         class Ends(TrainerCallback):
             def on_step_end(self, *_: Any, **__: Any) -> None:
+                _finish(watch.device)
                 watch.stamps.append((time.process_time(), time.perf_counter()))
                 watch.first_step_s = watch.first_step_s or time.time() - watch.begun
 
@@ -282,7 +299,7 @@ class Watch:
                 from safetensors.torch import save_file
 
                 named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-                save_file({plain(n): p.grad.clone() for n, p in named if p.grad is not None}, self.grads)
+                save_file({plain(n): p.grad.clone().float() for n, p in named if p.grad is not None}, self.grads)
             del trainer.compute_loss
             trainer.accelerator.clip_grad_norm_ = clip
             return clip(parameters, *args, **kwargs)
@@ -297,7 +314,7 @@ class Watch:
             return
         from transformers import TrainerCallback
 
-        gauge, seen, watch = Gauge("cpu"), [0], self
+        gauge, seen, watch = Gauge(self.device), [0], self
 
         class Last(TrainerCallback):
             def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -308,6 +325,10 @@ class Watch:
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 if seen[0] == watch.steps:
                     watch.peak = gauge.stop()
+                    if watch.device == "cuda":
+                        import torch
+
+                        watch.reserved = torch.cuda.max_memory_reserved()
 
         trainer.add_callback(Last())
 
@@ -315,17 +336,27 @@ class Watch:
         """What was noted, for the report."""
         import resource
 
-        ends = self.stamps[: 1 + self.timed]
+        timed = slice(self.warm, self.warm + self.timed)
+        ends = self.stamps[self.warm - 1 : timed.stop]
         pairs = list(zip(ends, ends[1:], strict=False))
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "loss": self.loss, "tokens": self.tokens, "supervised": self.supervised,
             "cpu_s": [after[0] - before[0] for before, after in pairs],
             "wall_s": [after[1] - before[1] for before, after in pairs],
-            "peak_bytes": self.peak, "rss_bytes": rss if sys.platform == "darwin" else rss * 1024,
+            "peak_bytes": self.peak, "reserved_bytes": self.reserved,
+            "rss_bytes": rss if sys.platform == "darwin" else rss * 1024,
             "first_step_s": self.first_step_s,
-            "losses": [float(entry["loss"]) for entry in history if "loss" in entry][1 : 1 + self.timed],
+            "losses": [float(entry["loss"]) for entry in history if "loss" in entry][timed],
         }  # fmt: skip
+
+
+def _finish(device: str) -> None:
+    """Wait until a card has done what it was given; a CPU has."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def plain(name: str) -> str:
@@ -454,19 +485,21 @@ def _sft(
     work: Mapping[str, Any], tokenizer: Any, watch: Watch, rows: list[dict[str, Any]],
     options: Mapping[str, Any], **kwargs: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train finished rows with TRL's trainer, in their order."""
+    """Train finished rows with TRL's trainer, in their order; `options` override what is set here."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     job = work["job"]
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as output:
-        config = SFTConfig(
-            output_dir=output, max_steps=watch.steps, per_device_train_batch_size=job["micro"],
-            gradient_accumulation_steps=job["batch"] // job["micro"], learning_rate=job["rate"],
-            lr_scheduler_type="constant", seed=42, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
-            logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_length=None,
-            train_sampling_strategy="sequential", dataset_kwargs={"skip_prepare_dataset": True}, **options,
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "output_dir": output, "max_steps": watch.steps, "per_device_train_batch_size": job["micro"],
+            "gradient_accumulation_steps": job["batch"] // job["micro"], "learning_rate": job["rate"],
+            "lr_scheduler_type": "constant", "seed": 42, "bf16": False, "use_cpu": True, "report_to": "none",
+            "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "dataloader_pin_memory": False,
+            "max_length": None, "train_sampling_strategy": "sequential",
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+        }  # fmt: skip
+        config = SFTConfig(**{**settings, **options})
         trainer = SFTTrainer(args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **kwargs)
         watch.attach(trainer)
         trainer.train()
@@ -476,8 +509,10 @@ def _sft(
 # -------------------------------------------------------------------------------------------------------- the ceiling
 
 
-def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """fp32 operations per second that plain products reach, at each job's shapes, by wall time and by processor time.
+def ceiling(
+    works: Mapping[str, Mapping[str, Any]], device: str = "cpu", dtype: str = "float32"
+) -> dict[str, dict[str, float]]:
+    """Operations per second that plain products reach, at each job's shapes, by wall time and by processor time.
 
     Products of the forward pass and of the backward pass to the inputs, over six layers' weights so that they come
     from memory as in training, each at the fastest of several tries.
@@ -489,11 +524,13 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
     def rate(
         shapes: Sequence[tuple[int, int]], tokens: int, copies: int, *, plain: bool = True
     ) -> tuple[float, float]:
-        weights = [torch.randn(rows, columns) for _ in range(copies) for rows, columns in shapes]
-        inputs = {size: torch.randn(tokens, size) for size in {side for shape in shapes for side in shape}}
+        made: Any = {"device": device, "dtype": getattr(torch, dtype)}
+        weights = [torch.randn(rows, columns, **made) for _ in range(copies) for rows, columns in shapes]
+        inputs = {size: torch.randn(tokens, size, **made) for size in {side for shape in shapes for side in shape}}
         flop = sum(4 * tokens * weight.numel() for weight in weights)
         wall, cpu = [], []
         for _ in range(6):
+            _finish(device)
             began, used = time.perf_counter(), time.process_time()
             for weight in weights:
                 forth, back = inputs[weight.shape[1]], inputs[weight.shape[0]]
@@ -502,6 +539,7 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
                     back @ weight
                 else:
                     products.back(back, weight)
+            _finish(device)
             wall.append(time.perf_counter() - began)
             cpu.append(time.process_time() - used)
         return flop / min(wall), flop / min(cpu)
@@ -514,7 +552,8 @@ def ceiling(works: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
         shapes = [tuple(shape) for shape in work["layers"][:7]]
         layers, head = rate(shapes, tokens, 6), rate([tuple(work["head"])], supervised, 1)
         found[name] = {"tokens": tokens, "supervised": supervised}
-        found[name]["onednn"] = rate(shapes, tokens, 6, plain=False)[0]
+        if dtype == "float32":
+            found[name]["onednn"] = rate(shapes, tokens, 6, plain=False)[0]
         for number, key in enumerate(("", "_cpu")):
             found[name] |= {f"layers{key}": layers[number], f"head{key}": head[number]}
     return found
@@ -549,27 +588,41 @@ def _work(folder: Path) -> dict[str, Any]:
     return work
 
 
-def process(spec: dict[str, Any], threads: int, python: str = sys.executable) -> Any:
-    """Run `child` in a process of its own. Ends the script with its last words when it fails."""
+def process(
+    spec: dict[str, Any], threads: int, python: str = sys.executable, script: str = __file__, *, card: bool = False,
+    seconds: float | None = None,
+) -> Any:  # fmt: skip
+    """Run a script's `child` in a process of its own. Ends the script with its last words when it fails."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         file, answer = Path(folder) / "spec.json", Path(folder) / "answer.json"
         file.write_text(json.dumps({**spec, "begun": time.time()}), encoding="utf-8")
-        run_script([__file__, "--child", str(file), str(answer)], threads, python, spec.get("arm", spec["do"]))
+        name = spec.get("arm", spec["do"])
+        run_script([script, "--child", str(file), str(answer)], threads, python, name, card=card, seconds=seconds)
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def run_script(
-    arguments: Sequence[str], threads: int, python: str = sys.executable, name: str = "the script"
-) -> None:
-    """Run a script offline, with so many threads and without a card."""
+    arguments: Sequence[str], threads: int, python: str = sys.executable, name: str = "the script", *,
+    card: bool = False, seconds: float | None = None,
+) -> None:  # fmt: skip
+    """Run a script offline, with so many threads, without a card or with one, for so long at most."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "KINETO_LOG_LEVEL": "99", "PYTHONPATH": str(Path(__file__).parents[1]),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "KINETO_LOG_LEVEL": "99",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
     }  # fmt: skip
+    if card:
+        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    else:
+        environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     command = [python, str(Path(arguments[0]).resolve()), *arguments[1:]]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        try:
+            done = subprocess.run(
+                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{name} was stopped after {seconds:.0f} s") from None
     if done.returncode:
         last = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise SystemExit(f"{name} ended with {done.returncode}:\n{last}")
@@ -586,19 +639,23 @@ class Verdict:
     gradient: float
     worst: str
     counts: bool
+    limits: tuple[float, float] = LIMITS
 
     @property
     def passed(self) -> bool:
         """Whether both did the same work."""
-        return self.counts and self.loss <= LOSS_LIMIT and self.gradient <= GRADIENT_LIMIT
+        return self.counts and self.loss <= self.limits[0] and self.gradient <= self.limits[1]
 
     def __str__(self) -> str:
         counts = "same counts" if self.counts else "other counts"
         return f"loss {self.loss:.1e}, gradients {self.gradient:.1e} at worst ({self.worst}), {counts}"
 
 
-def gate(ours: Mapping[str, Any], theirs: Mapping[str, Any], our_grads: Path, their_grads: Path) -> Verdict:
-    """Hold one first step against another: loss, counts and the gradient of every adapter."""
+def gate(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], our_grads: Path, their_grads: Path,
+    limits: tuple[float, float] = LIMITS,
+) -> Verdict:  # fmt: skip
+    """Hold one first step against another: loss, counts and the gradient of every adapter, each to its limit."""
     import numpy as np
     from safetensors.numpy import load_file
 
@@ -606,14 +663,15 @@ def gate(ours: Mapping[str, Any], theirs: Mapping[str, Any], our_grads: Path, th
     loss = abs(ours["loss"] / theirs["loss"] - 1)
     mine, other = load_file(our_grads), load_file(their_grads)
     if mine.keys() != other.keys() or not mine:
-        return Verdict(loss, float("inf"), "not the same adapters", counts)
+        return Verdict(loss, float("inf"), "not the same adapters", counts, limits)
     differences = {}
     for name, grad in other.items():
         norm = float(np.linalg.norm(grad.astype(np.float64)))
         off = float(np.linalg.norm(mine[name].astype(np.float64) - grad))
         differences[name] = off / norm if norm else float("inf")
     worst = max(differences, key=lambda name: differences[name])
-    return Verdict(loss, differences[worst], worst.removeprefix("model.").removesuffix(".weight"), counts)
+    at = worst.removeprefix("model.").removesuffix(".weight")
+    return Verdict(loss, differences[worst], at, counts, limits)
 
 
 # ---------------------------------------------------------------------------------------------------------- all of it
@@ -707,18 +765,21 @@ def _job(run: Run, folder: Path, name: str, say: Callable[[str], None], *, shift
                 if verdict["refused"]:
                     del found["runs"][arm]
             if shift:
-                found["shifted"] = _shifted(run, folder, found["runs"], one, say)
+                found["shifted"] = _shifted(folder, found["runs"], one, say)
     return found
 
 
-def _gate(arms: Sequence[str], folder: Path, runs: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Hold every arm against the first one. Ends the script when one did other work; a peer is left out instead."""
+def _gate(
+    arms: Sequence[str], folder: Path, runs: Mapping[str, Any], say: Callable[[str], None],
+    limits: tuple[float, float] = LIMITS, may_differ: Collection[str] = tuple(PEERS),
+) -> dict[str, Any]:  # fmt: skip
+    """Hold every arm against the first one. Ends the script when one did other work; some are left out instead."""
     reference, found = arms[0], {}
     for arm in arms[1:]:
         files = (folder / f"{arm}.safetensors", folder / f"{reference}.safetensors")
-        verdict = gate(runs[arm][0], runs[reference][0], *files)
+        verdict = gate(runs[arm][0], runs[reference][0], *files, limits)
         say(f"  gate, {arm} against {reference}: {verdict}")
-        if not verdict.passed and arm not in PEERS:
+        if not verdict.passed and arm not in may_differ:
             raise SystemExit(f"{arm} and {reference} did not do the same work: {verdict}. No times are given.")
         found[arm] = {
             "against": reference, "loss": verdict.loss, "gradient": verdict.gradient, "at": verdict.worst,
@@ -728,12 +789,13 @@ def _gate(arms: Sequence[str], folder: Path, runs: Mapping[str, Any], say: Calla
 
 
 def _shifted(
-    run: Run, folder: Path, runs: Mapping[str, Any], one: Callable[..., dict[str, Any]], say: Callable[[str], None]
-) -> dict[str, Any]:
+    folder: Path, runs: Mapping[str, Any], one: Callable[..., dict[str, Any]], say: Callable[[str], None],
+    limits: tuple[float, float] = LIMITS,
+) -> dict[str, Any]:  # fmt: skip
     """Prove that the gate closes. Ends the script when moved labels pass."""
-    reference, grads = run.arms[0], folder / "shifted.safetensors"
+    reference, grads = next(iter(runs)), folder / "shifted.safetensors"
     result = one(SHIFTED, 0, grads, False)
-    verdict = gate(result, runs[reference][0], grads, folder / f"{reference}.safetensors")
+    verdict = gate(result, runs[reference][0], grads, folder / f"{reference}.safetensors", limits)
     say(f"  gate, {SHIFTED}, against {reference}: {verdict}; refused: {not verdict.passed}")
     if verdict.passed:
         raise SystemExit("The labels of one row were moved and the gate did not notice. No times are given.")

@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py                    every case; under 5 minutes on one H200
     python scripts/gpu_check.py --only llama-lora  some of them, shown and not written
+    python scripts/gpu_check.py --bench            speed beside TRL instead, see gpu_bench.py; under 6 minutes
 
 SmolLM2 has its real weights; Gemma 2 2B and Llama 2 7B have random ones of the real shapes and a tokenizer made here,
 so nothing is fetched. Where there is no CUDA device it says so in one line and ends with 0. Cases that the card has
@@ -14,6 +15,7 @@ they fit together: each process has its own allocator.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -36,10 +38,11 @@ from check_plan import (
     run_all,
     this_machine,
 )
+from gpu_bench import MODELS, compare
 
-from finetune.device import Device
+from finetune.device import Device, cpu_device
 
-GEMMA, LLAMA = "google/gemma-2-2b", "meta-llama/Llama-2-7b-hf"
+GEMMA, LLAMA = MODELS["gemma"], MODELS["llama"]
 SECONDS, BUDGET = 150, 285
 """Of one case, and of all of them."""
 
@@ -105,22 +108,32 @@ def with_room(cases: Sequence[Case], device: Device, layers: int | None = None) 
     return kept, left_out
 
 
-def file_name(card: str) -> str:
+def file_name(card: str, what: str = "plan") -> str:
     """`NVIDIA H200` -> `plan-h200`."""
-    return "plan-" + re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
+    return f"{what}-" + re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
 
 
 def main() -> None:
-    options = parser_of(__doc__ or "").parse_args()
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--bench", action="store_true", help="compare the speed of training with TRL's")
+    parser.add_argument("--minutes", type=float, default=6, metavar="N", help="time for --bench (6)")
+    parser.add_argument("--tiny", type=int, metavar="LAYERS", help=argparse.SUPPRESS)  # --bench on the CPU, for tests
+    options = parser.parse_args()
     if options.child:
         child(CASES, options.child[0], options.child[1], options.layers)
         return
-    if reason := why_not():
+    if (reason := why_not()) and not options.tiny:
         print(f"gpu_check is skipped: {reason}.")
         return
     import torch
 
-    device = this_machine()
+    device = cpu_device() if options.tiny else this_machine()
+    if options.bench:
+        if not device.bf16 and not options.tiny:
+            print(f"gpu_check --bench is skipped: {device.name} has no bf16 units.")
+            return
+        compare(options, file_name(device.name, "speed"), device)
+        return
     cases, left_out = with_room(chosen(CASES, options.only), device, options.layers)
     if left_out:
         print(f"Left out, as {device.name} has {device.memory / 1e9:.0f} GB: {'; '.join(left_out)}.")
