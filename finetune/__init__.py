@@ -73,6 +73,7 @@ The modules in reading order, which is also the only legal direction of imports:
     launch        several processes of one machine
     startup       what a process is told before torch is imported
     ---------------------------------------------------------------- above this line nothing imports torch
+    fast.last      the last layer's MLP, on supervised positions only
     fast.products  products with a frozen weight, by the quickest library
     fast.again    activations that are made again from what is kept anyway
     fast.head     the loss on supervised rows only

@@ -238,7 +238,7 @@ class _Decoder(Heads):
         layer, number = self.layers[index], self.shown[index]
 
         def run(inner: Tensor) -> Tensor:
-            return self._layer(inner, layer)
+            return self._layer(inner, layer, last=self.last and number == self.facts.layers - 1)
 
         every = int(self.path.checkpointing)
         out = self.tape.checkpoint(run, x, trains=True) if every and number % every == 0 else run(x)
@@ -307,7 +307,7 @@ class _Decoder(Heads):
 
     # ------------------------------------------------------------------------------------------------------ layers
 
-    def _layer(self, x: Tensor, layer: dict[str, Weight]) -> Tensor:
+    def _layer(self, x: Tensor, layer: dict[str, Weight], *, last: bool) -> Tensor:
         tape = self.tape
         post = self.facts.model_type == "gemma2"
         inner = self._norm(x, self._norm_weight(self.full))
@@ -316,6 +316,8 @@ class _Decoder(Heads):
             inner = self._norm(inner, self._norm_weight(self.full))
         x = tape.add(x, inner, "residual stream")
         del inner
+        if last:
+            x = self._scored(x)
         inner = self._norm(x, self._norm_weight(self.full))
         inner = self._mlp(inner, layer)
         if post:

@@ -86,6 +86,12 @@ class Heads(Attention):
 
         return tape.record(out, [hidden.source], rule)
 
+    def _scored(self, x: Tensor) -> Tensor:
+        """`fast.last`: the supervised positions; their gradient is added into zeros."""
+        tape, shape = self.tape, x.shape
+        out = tape.new("supervised positions", (1, self.batch.supervised, shape[-1]), x.width)
+        return tape.record(out, [x.source], lambda grad: [tape.new("gradient", shape, grad.width)])
+
     def _capped(self, logits: Tensor) -> Tensor:
         known = logits_of(self.facts)
         if known is None or not known.cap:
@@ -111,7 +117,10 @@ class Heads(Attention):
     def _onepass(self, last: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """This toolkit's head on a frozen matrix: a chunk's logits in two types, and the gradient of the rows."""
         tape, facts = self.tape, self.facts
-        chosen = self._chosen(last.pop())
+        hidden = last.pop()
+        flat = (self.batch.supervised, hidden.shape[-1])
+        chosen = tape.view(hidden, flat) if self.last else self._chosen(hidden)
+        del hidden
         self._leave_autocast()
         head = self._head()
         low = self.low or head.width

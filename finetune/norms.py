@@ -30,6 +30,7 @@ class Norms:
         self.compute = int(dtype_bytes(path.weights))  # what 4-bit weights are unpacked to
         self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
         self.grouped = path.grouped and batch.tokens >= FEW_TOKENS
+        self.last = path.last and not path.checkpointing and batch.flat and batch.supervised >= FEW_TOKENS
         # peft's 4-bit layer leaves types to autocast if `torch.is_autocast_enabled()` (peft/tuners/lora/bnb.py).
         # Without a device that asks for CUDA's: on a CPU it casts all the same.
         self.peft_sees_autocast = bool(path.autocast) and path.device == "cuda"

@@ -135,6 +135,7 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         grouped=why_alone(recipe, facts) is None,
         lean=lean_of(recipe, facts),
         turned=turned_of(recipe, facts, device),
+        last=not checkpointing and last_of(recipe, facts, device),
         **card,
     )
 
@@ -154,6 +155,13 @@ def turned_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
     weights = "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
     one_type = weights == (_AUTOCAST[recipe.train.precision] or weights)
     return kind and one_type and attention_of(recipe, facts, device) == "documents"
+
+
+def last_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
+    """Whether the last layer's MLP runs on supervised positions only, where its layers are not run again."""
+    kind = facts.model_type in ("llama", "mistral", "qwen2", "gemma")
+    flat = attention_of(recipe, facts, device) == "documents"
+    return kind and flat and recipe.fast.tail and loss_of(recipe, facts, device) == "onepass"
 
 
 def loss_of(recipe: Recipe, facts: Facts, device: Device) -> Loss:

@@ -215,7 +215,10 @@ class Fast(_Part):
     products: bool = Field(True, description="On an x86 CPU oneDNN takes fp32 products of the backward pass.")
     prefix: bool = Field(True, description="What all rows of a micro-batch begin with, a system prompt, runs once.")
     memory: bool = Field(True, description="On a CPU, freed memory stays with the process until the next step.")
-    tail: bool = Field(True, description="Tokens behind the last one that predicts a trained token are not run.")
+    tail: bool = Field(
+        True,
+        description="What leads to no trained token is not run: later tokens, others in the last MLP.",
+    )
 
 
 class Evaluate(_Part):

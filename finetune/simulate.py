@@ -21,7 +21,7 @@ from finetune import kernels
 from finetune.allocator import CachingAllocator
 from finetune.as_cuda import LowCopies, fused_4_bit, traced
 from finetune.facts import Facts
-from finetune.fast import layers
+from finetune.fast import last, layers
 from finetune.fast.adapter import attach
 from finetune.fast.attention import documents
 from finetune.fast.head import onepass_loss, supervised_loss
@@ -129,6 +129,8 @@ def _prepare(model: Any, path: Path) -> None:
         attach(model)
     if path.lean:
         layers.attach(model)
+    if path.last and not path.checkpointing:
+        last.attach(model)
     if not path.adapter_casts:
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):

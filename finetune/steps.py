@@ -52,6 +52,7 @@ class Path:
     grouped        the layers that share an input run as one autograd function (`fast.adapter`)
     lean           norms and gated MLPs keep only what they take in (`fast.layers`)
     turned         `documents` attention turns queries and keys itself
+    last           the last layer's MLP runs on supervised positions only (`fast.last`)
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
     """
@@ -71,5 +72,6 @@ class Path:
     grouped: bool = False
     lean: bool = False
     turned: bool = False
+    last: bool = False
     capability: tuple[int, int] = (8, 9)
     multiprocessors: int = 128

@@ -20,6 +20,7 @@ from finetune.data import Prepared
 from finetune.device import Device
 from finetune.errors import FinetuneError, InputError
 from finetune.facts import Facts
+from finetune.fast import last
 from finetune.fast.attention import documents
 from finetune.fast.head import IGNORED, is_plain, labels_of, onepass_loss, output_head, supervised_loss
 from finetune.fast.host import keep_freed_memory
@@ -236,6 +237,8 @@ def build_trainer(
         "keep what they take in" if path.lean else "transformers' own",
         "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",
     )
+    if path.last and logits is not None:
+        last.attach(model)
     if device.kind == "cpu" and recipe.fast.memory:
         keep_freed_memory()
     apart = path.attention == "documents"

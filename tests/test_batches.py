@@ -18,7 +18,7 @@ from finetune import batches
 from finetune.batches import Collator, laid_out
 from finetune.chat import IGNORE, Encoded
 from finetune.data import Prepared
-from finetune.fast import adapter, layers
+from finetune.fast import adapter, last, layers
 from finetune.fast.attention import documents
 from finetune.fast.head import onepass_loss, supervised_loss
 from finetune.lengths import of_rows
@@ -244,17 +244,21 @@ def test_without_attention_row_by_row_trl_collates() -> None:
 def pair() -> tuple[Any, Any]:
     """Transformers' and peft's model, and the same one with all that is fast."""
     models = [wrapped(base(layers=2, attn_implementation="sdpa", tie_word_embeddings=True)) for _ in range(2)]
-    adapter.attach(models[1])
-    layers.attach(models[1])
+    make_fast(models[1])
     return models[0], models[1]
+
+
+def make_fast(model: Any) -> None:
+    adapter.attach(model)
+    layers.attach(model)
+    assert last.attach(model)
 
 
 @cache
 def wide() -> Any:
     """The fast model in fp64. Transformers takes norms in fp32, so it is its own measure there, a row at a time."""
     model = wrapped(base(layers=2, attn_implementation="sdpa"))
-    adapter.attach(model)
-    layers.attach(model)
+    make_fast(model)
     return model.double()
 
 
@@ -302,6 +306,7 @@ def all_fast() -> ExitStack:
     """Takes the fast ways for batches of a few tokens too, and shares the least beginning."""
     stack = ExitStack()
     stack.enter_context(patch.object(adapter, "FEW_TOKENS", 1))
+    stack.enter_context(patch.object(last, "FEW_TOKENS", 1))
     stack.enter_context(patch.object(batches, "WORTH_SHARING", 1))
     return stack
 

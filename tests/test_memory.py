@@ -261,7 +261,7 @@ def test_the_fast_ways_take_what_their_real_code_takes(model_type: str, checkpoi
     ):
         path = step_on_a_cpu(
             **types, attention=attention, checkpointing=checkpointing, input_grads=checkpointing > 0,
-            turned=attention == "documents",
+            turned=attention == "documents", last=attention == "documents" and not checkpointing,
         )  # fmt: skip
         for method in (lora(targets="attention+mlp"), qlora(compute_dtype=path.weights)):
             traced = max(simulate(facts, method, batch, path).peaks[phase].bytes for phase in PHASES)

@@ -233,6 +233,28 @@ def test_which_layers_run_lean_and_where_attention_turns(
     assert (path.lean, path.turned) == (lean, turned)
 
 
+@pytest.mark.parametrize(
+    ("device", "model", "kind", "sets", "last"),
+    [
+        (CPU, SMALL, "lora", {}, True),
+        (CPU, SMALL, "lora", {"train__precision": "bf16", "load__dtype": "bfloat16"}, True),
+        (CPU, SMALL, "lora", {"fast__tail": "false"}, False),
+        (CPU, SMALL, "lora", {"fast__head": "false"}, False),  # the head would look for all positions
+        (CPU, SMALL, "lora", {"fast__attention": "false"}, False),
+        (CPU, SMALL, "lora", {"data__packing": "false"}, False),  # several rows, not one
+        (CPU, SMALL, "lora", {"train__checkpointing": "true"}, False),  # layers run again, without being told
+        (CPU, SMALL, "full", {}, False),  # its head is trained, by autograd
+        (CPU, GEMMA, "lora", {}, False),
+        (H100, LLAMA, "lora", {}, False),
+    ],
+)
+def test_where_the_last_mlp_runs_on_supervised_positions_only(
+    device: Device, model: str, kind: str, sets: dict[str, str], last: bool
+) -> None:
+    recipe, facts = settled(model, device, kind, **sets)
+    assert path_of(recipe, facts, device).last == last
+
+
 def test_full_fine_tuning_is_in_fp32_under_autocast() -> None:
     recipe, facts = settled(LLAMA, H100, "full")
     path = path_of(recipe, facts, H100)

@@ -177,6 +177,7 @@ class _Rows(torch.autograd.Function):
             q_grad[:, :, later] += q_row
             k_grad[:, first] += k_row.sum(1)
             v_grad[:, first] += v_row.sum(1)
+        del q_row, k_row, v_row  # before the turned ones are made
         if cos is not None:
             made[0], made[1] = _turned(made[0], cos, sin, back=True), _turned(made[1], cos, sin, back=True)
         return *made, None, None, None, None

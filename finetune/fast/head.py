@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch  # noqa: TID253
 
 from finetune import chat
+from finetune.fast.last import scored
 from finetune.fast.products import back, product
 from finetune.heads import Logits, chunk_of
 
@@ -64,16 +65,18 @@ def onepass_loss(
     """
     labels, at = _scored(inputs, places)
     taken: list[Any] = []
+    given = inputs.get("input_ids")
 
     def no_rows(head: Any, arguments: tuple[Any, ...]) -> Any:
         """Keeps the rows, and lets the model go on with none of them."""
-        rows = arguments[0][:, : labels.shape[1]][at]
+        rows = arguments[0].flatten(0, 1) if only_these else arguments[0][:, : labels.shape[1]][at]
         kind = rows.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         taken.extend((rows, low))
         return (arguments[0][:, :0], *arguments[1:])
 
-    _run(model, inputs, no_rows)
+    with scored(model, at, () if given is None else tuple(given.shape)) as only_these:
+        _run(model, inputs, no_rows)
     rows, low = taken
     apply: Any = _OnePass.apply
     total: torch.Tensor = apply(rows, output_head(model).weight, labels[at], logits, low)
