@@ -185,9 +185,13 @@ def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
     assert found["arms"]["trl"]["times"]["finetune"] == {"cpu": 0.5, "wall": 0.5}
     assert found["seconds_at_ceiling"] == pytest.approx(2e9 / 4e9 + 1e9 / 2e9)
     # 10 CPU-s are 5 s here; 1.5e9 of the layers' operations are run, and all of the head's.
-    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx((1.5 / 4 + 1 / 2) / 5)
-    assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx((1.5 / 2 + 1) / 10)
+    assert found["arms"]["finetune"]["share_run"] == pytest.approx((1.5 / 4 + 1 / 2) / 5)
+    assert found["arms"]["finetune"]["share_run_cpu"] == pytest.approx((1.5 / 2 + 1) / 10)
+    # The job asks for all of the tokens, whoever runs them.
+    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx((2 / 4 + 1 / 2) / 5)
+    assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 10)
     assert found["arms"]["trl"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 6)
+    assert found["arms"]["trl"]["share_run_cpu"] == pytest.approx((2 / 2 + 1) / 6)
     results = {
         "machine": "a machine", "threads": 2, "date": "today", "versions": {"torch": "2"}, "repetitions": 3,
         "minutes": 1, "jobs": {"home": found},
