@@ -907,9 +907,9 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         )
     yield (
         f"Share of the ceiling = seconds of the job's operations at the speed of plain products / seconds measured. "
-        f"A step asks for {found['flop_per_step'] / 1e9:,.0f} GFLOP (finetune.speed: 4 N + 6 P a token, attention, 4 H "
-        f"V a supervised token). Plain fp32 products reach {top['layers'] / 1e9:,.0f} GF/s at the layers' shapes with "
-        f"{top['tokens']:,.0f} tokens and {top['head'] / 1e9:,.0f} GF/s at the head's with {top['supervised']:,.0f}, "
+        f"A step asks for {found['flop_per_step'] / 1e9:,.0f} GFLOP (finetune.speed: 4 N + 6 P a token, attention, "
+        f"4 H V a supervised token). Plain fp32 products reach {top['layers'] / 1e9:,.0f} GF/s at the layers' shapes "
+        f"with {top['tokens']:,.0f} tokens and {top['head'] / 1e9:,.0f} GF/s at the head's with {top['supervised']:,.0f}, "
         f"so it would take {found['seconds_at_ceiling']:.2f} s, by processor time {found['cpu_s_at_ceiling']:.2f}. "
         f"`finetune` runs as much as {found['run_per_step']:,.0f} of the tokens, because what leads to no label or "
         f"stands at the beginning of all rows is not run again; the share in work run counts only that. Its own "
