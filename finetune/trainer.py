@@ -230,12 +230,14 @@ def build_trainer(
         log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
         logits = None
     log.info(
-        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products backward with frozen fp32 weights: %s.",
+        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products backward with frozen fp32 weights: %s. "
+        "Last MLP: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention,
         why_alone(recipe, facts) or "together where they share an input",
         "keep what they take in" if path.lean else "transformers' own",
         "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",
+        "supervised positions" if path.last and logits is not None else "all positions",
     )
     if path.last and logits is not None:
         last.attach(model)
