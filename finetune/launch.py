@@ -74,8 +74,10 @@ def check_launched() -> None:
 def leave(code: int) -> NoReturn:
     """End a process of several: what is registered for the end runs, and then Python is not taken apart.
 
-    gloo's threads outlive their process group. One that lets go of a tensor while Python is being taken apart aborts
-    the process ("terminate called without an active exception"), and the launcher reports a finished run as failed.
+    A thread of gloo's may still hold a tensor of Python's. It aborts the process when it lets go of it while Python
+    is being taken apart ("terminate called without an active exception"), and the launcher reports a finished run as
+    failed. Ending the group before, by `destroy_process_group`, is no way out: then the model's wrapper is the last
+    to hold the group, and waits for that thread with the interpreter's lock that the thread is waiting for.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -76,7 +76,6 @@ def train(
         say(f"Training on {device.count} process{'es' * (device.count > 1)} ({device.name}) into {run.folder}")
         checkpoint = _checkpoint(run, say) if resumed else None
         loss = trainer.fit(checkpoint)
-        _part(device)
         if trainer.state.global_step < trainer.state.max_steps:
             raise _interrupted(run, trainer)
         if not math.isfinite(loss):
@@ -174,19 +173,6 @@ def _join(device: Device) -> None:
             f"WORLD_SIZE says {device.count} processes, but they cannot reach each other.",
             "Start them with `finetune launch`, or see 'Several processes' in the README.",
         )
-
-
-def _part(device: Device) -> None:
-    """End the group of processes after a whole training; process 0 goes on alone.
-
-    Not after a fault: while others wait for this process, ending the group would hang.
-    """
-    if device.count == 1:
-        return
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _check_same_rows(run: Run, data: Prepared) -> None:
