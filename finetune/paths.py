@@ -99,16 +99,16 @@ def batch_of(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | No
     rows = int(recipe.train.micro_batch)
     longest = min(recipe.data.max_length, facts.max_position or recipe.data.max_length)
     if lengths is None:
-        taken, spared = [(longest, longest - 1)] * rows, 0
+        taken, spared = [(longest, longest - 1)], 0
     else:
         apart = attention_of(recipe, facts, device) == "documents"
         known = lengths.ends if apart and recipe.fast.tail and lengths.ends else lengths.pairs
         taken = [(min(tokens, longest), min(trained, longest - 1)) for tokens, trained in known[:rows]]
-        taken += taken[-1:] * (rows - len(taken))
         spared = (rows - 1) * lengths.shared if apart and recipe.fast.prefix else 0
-    trained = max(sum(count for _, count in taken), 1)
+    more = rows - len(taken)  # counted, not listed: a trial of `most_rows` may ask for billions
+    trained = max(sum(count for _, count in taken) + more * taken[-1][1], 1)
     if lies_flat(recipe):
-        tokens = sum(tokens for tokens, _ in taken)
+        tokens = sum(tokens for tokens, _ in taken) + more * taken[-1][0]
         return Batch(1, tokens - (spared if spared >= WORTH_SHARING else 0), trained, flat=True)
     return Batch(rows, taken[0][0], trained, padded=taken[0][0] != taken[-1][0])
 

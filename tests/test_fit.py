@@ -223,3 +223,19 @@ def test_rows_and_lengths_that_would_fit_are_the_most(problem: Problem, pairs: l
     longest, alone = longest_row(recipe, facts, device), changed(recipe, "train.micro_batch", 1)
     assert longest == 0 or fits("data.max_length", longest, None, alone)
     assert longest == facts.max_position or not fits("data.max_length", longest + 64, None, alone)
+
+
+def test_the_most_rows_where_the_optimizer_s_step_costs_more_than_rows() -> None:
+    """The first rows cost nothing then: they need what the step needs later anyway."""
+    recipe = load_recipe("smollm2-full", ["data.max_length=256", "train.checkpointing=true"])
+    facts, device = read_facts(recipe.model), Device("cpu", "CPU", 5_110_073_778, bf16=False)
+    recipe, lengths = resolve(recipe, facts, device)[0], Lengths.read([(256, 1)] * 3, "rows")
+
+    def fits(rows: int) -> bool:
+        return planned(changed(recipe, "train.micro_batch", rows), facts, device, lengths).fits
+
+    one, two = (planned(changed(recipe, "train.micro_batch", n), facts, device, lengths).total for n in (1, 2))
+    assert one == two
+    rows = most_rows(recipe, facts, device, lengths)
+    assert 2 < rows < 1000
+    assert [fits(rows), fits(rows + 1)] == [True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -114,6 +115,19 @@ def test_a_short_common_beginning_is_not_shared() -> None:
     recipe, facts = settled(SMALL, CPU, train__micro_batch=2)
     short, enough = (Lengths.read([(100, 40)] * 2, "rows", shared=shared) for shared in (15, 16))
     assert [batch_of(recipe, facts, CPU, rows).length for rows in (short, enough)] == [200, 184]
+
+
+def test_a_trial_of_any_number_of_rows_is_counted_not_listed() -> None:
+    recipe, facts = settled(SMALL, CPU)
+    many = changed(recipe, "train.micro_batch", 10**7)  # `most_rows` asks for a hundred times as many
+    tracemalloc.start()
+    with_rows, without = batch_of(many, facts, CPU, ROWS), batch_of(many, facts, CPU)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert with_rows == Batch(1, 300 + 200 + (10**7 - 2) * 100, 20 + 199 + (10**7 - 2) * 40, flat=True)
+    longest = recipe.data.max_length
+    assert without == Batch(1, 10**7 * longest, 10**7 * (longest - 1), flat=True)
+    assert most < 1_000_000
 
 
 def test_rows_are_no_longer_than_the_recipe_lets_them_be() -> None:
