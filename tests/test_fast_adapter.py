@@ -30,9 +30,9 @@ FAMILIES = ("llama", "gemma2", "qwen2", "phi3", "mistral")
 
 def base(kind: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 3, **fields: Any) -> Any:
     torch.manual_seed(0)
-    usual: dict[str, Any] = {"attn_implementation": "eager"}
+    usual: dict[str, Any] = {"attn_implementation": "eager", "intermediate_size": 96}
     config = AutoConfig.for_model(
-        kind, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        kind, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         **{**usual, **fields},
     )  # fmt: skip
@@ -125,6 +125,23 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["down_proj"]])
+def test_whose_forward_pass_may_sum_in_another_order(targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not queries, keys and values, and not the long sums of a down projection; with an adapter or without."""
+    model = wrapped(base(layers=1, intermediate_size=1100), target_modules=targets)
+    names = {id(adapter.base_of(m).weight): n for n, m in model.named_modules() if n.endswith("_proj")}
+    seen: list[str] = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(names[id(weight)].rpartition(".")[2])
+        return x @ weight.t()
+
+    monkeypatch.setattr(adapter, "product", product)
+    attach(model)
+    gradients(model)
+    assert sorted(seen) == ["gate_proj", "o_proj", "up_proj"]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -24,7 +24,7 @@ import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
 
 from finetune.fast.again import what_to_keep
-from finetune.fast.products import back
+from finetune.fast.products import LONGEST_FORWARD, back, product
 from finetune.method import FEW_TOKENS
 
 log = logging.getLogger(__name__)
@@ -36,20 +36,22 @@ SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class Linears(NamedTuple):
     """Layers that read one input, as the passes of an autograd function see them.
 
-    `adapted` are the places of those with an adapter, `scales` theirs; `states` are of 4-bit weights.
+    `adapted` are the places of those with an adapter, `scales` theirs; `states` are of 4-bit weights. `quick`: the
+    forward pass may sum in an order of its own.
     """
 
     layers: tuple[Any, ...]
     adapted: tuple[int, ...]
     scales: tuple[float, ...]
     states: tuple[Any, ...]
+    quick: bool
 
     @classmethod
-    def of(cls, layers: Any) -> Linears:
+    def of(cls, layers: Any, *, quick: bool = True) -> Linears:
         """Reads the layers as they are now."""
         adapted = tuple(n for n, layer in enumerate(layers) if base_of(layer) is not layer)
         states = tuple(getattr(base_of(layer).weight, "quant_state", None) for layer in layers)
-        return cls(tuple(layers), adapted, tuple(_scale(layers[n]) for n in adapted), states)
+        return cls(tuple(layers), adapted, tuple(_scale(layers[n]) for n in adapted), states, quick)
 
     @property
     def weights(self) -> list[Any]:
@@ -58,7 +60,7 @@ class Linears(NamedTuple):
 
     def forward(self, inner: Any, a: Any, b: Any) -> tuple[list[Any], Any]:
         """The outputs for `inner` [..., in] and the narrow products with all A (None without adapters)."""
-        outputs = [_base_output(base_of(layer), inner) for layer in self.layers]
+        outputs = [_base_output(base_of(layer), inner, self.quick) for layer in self.layers]
         if not self.adapted:
             return outputs, None
         narrow = inner @ _stacked(a, inner.dtype).t()
@@ -145,10 +147,12 @@ def adapters_of(layers: Any) -> list[Any]:
     return [half for side in zip(*pairs, strict=True) for half in side]
 
 
-def _base_output(base: Any, inner: Any) -> Any:
-    """x W^T + bias, in the order of sums of every other trainer; a 4-bit layer unpacks its own weight."""
+def _base_output(base: Any, inner: Any, quick: bool) -> Any:
+    """x W^T + bias, unless `quick` in the order of sums of every other trainer; a 4-bit layer unpacks its own weight."""
     if type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype:
         return base(inner)
+    if quick and base.bias is None and base.in_features <= LONGEST_FORWARD:
+        return product(inner, base.weight)
     return torch.nn.functional.linear(inner, base.weight, base.bias)  # its own forward may be one of ours
 
 
@@ -236,8 +240,8 @@ def why_not(layer: Any) -> str | None:
 class _Group:
     """Layers that read one input. The first one called with a tensor computes all, the others take theirs."""
 
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
+    def __init__(self, layers: list[Any], *, quick: bool = True) -> None:
+        self.layers, self.quick = layers, quick
         self.alone: set[int] = set()
         self.waiting: dict[int, tuple[Any, Any]] = {}  # place of a layer -> its output, and what that hangs on
         self.input: Any = None
@@ -254,7 +258,8 @@ class _Group:
                 return output
         places = [other for other in range(len(self.layers)) if other == place or self._fits(other, place)]
         layers = [self.layers[other] for other in places]
-        outputs: Any = _Together.apply(x, low, Linears.of(layers), *adapters_of(layers))  # type: ignore[no-untyped-call]
+        linears = Linears.of(layers, quick=self.quick)
+        outputs: Any = _Together.apply(x, low, linears, *adapters_of(layers))  # type: ignore[no-untyped-call]
         made = {other: (y, self._state(other, x, low)) for other, y in zip(places, outputs, strict=True)}
         output, _ = made.pop(place)
         self.waiting, self.input = made, x if made else None
@@ -328,10 +333,10 @@ def attach(model: Any) -> int:
         layers += (child for child in found.values() if isinstance(child, LoraLayer))
         for names in SHARED:
             together = [found.pop(name) for name in names if name in found]
-            if len(together) > 1:
-                parent.register_forward_hook(_Group(together).done, always_call=True)
-            elif together:
-                _Group(together)
+            if together:
+                group = _Group(together, quick="q_proj" not in names)  # a softmax makes more of what they round
+                if len(together) > 1:
+                    parent.register_forward_hook(group.done, always_call=True)
         for child in found.values():
             _Group([child])
     reasons = Counter(filter(None, map(why_not, layers)))

@@ -1,15 +1,15 @@
 """Products with a frozen weight, by the quickest library that is here.
 
-    product    x W^T            [rows, in] @ [out, in]^T    the output head, forward
+    product    x W^T            [rows, in] @ [out, in]^T    the output head, forward; some layers, forward
     back       g W [+ total]    [rows, out] @ [out, in]     the backward pass to the input of head and layers
 
 torch multiplies fp32 matrices on a CPU by MKL. oneDNN, which torch carries too, takes the same weights as they lie
 and is the quicker one on the machines tried: by a tenth to a quarter in the backward pass, by a twentieth to a tenth
-in the forward pass; `scripts/bench.py` prints the speed of both. Both are plain fp32 sums, in another order. oneDNN
-adds all terms in one chain and is the less exact one the longer a sum is. What the forward pass of the layers rounds
-goes into every gradient, so that pass stays with torch; so do sums of more than `LONGEST` terms (over a vocabulary)
-and everything but fp32 on an x86 CPU. `scripts/check_gradients.py` shows how exact it is. `by_torch` leaves all of it
-to torch.
+in the forward pass; `scripts/bench.py` prints the speed of both. Both are plain fp32 sums, in another order, and
+oneDNN's is the less exact one the longer a sum is. What the forward pass of the layers rounds goes into every
+gradient: sums of more than `LONGEST_FORWARD` terms stay with torch there, and so do queries, keys and values, whose
+errors a softmax enlarges. Gradients then are as far from TRL's as these are from fp64's
+(`scripts/check_gradients.py`). Everything but fp32 on an x86 CPU is torch's. `by_torch` leaves all of it to torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 
 LONGEST = 4096
+"""Terms of a sum that oneDNN takes at once."""
+LONGEST_FORWARD = 1024
+"""The same in the forward pass of a layer."""
 _by_torch = False
 
 
@@ -43,7 +46,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., in] times the transpose of `weight` [out, in]. Keeps nothing for a backward pass."""
     import torch
 
-    if _quick(x, weight, weight.shape[1]):
+    if _quick(x, weight) and weight.shape[1] <= LONGEST:
         made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return made
     return x @ weight.t()
@@ -53,16 +56,17 @@ def back(grad: torch.Tensor, weight: torch.Tensor, total: torch.Tensor | None = 
     """grad [rows, out] times `weight` [out, in], added to `total` [rows, in]; always a new tensor."""
     import torch
 
-    if _quick(grad, weight, weight.shape[0]):
-        op, turned = torch.ops.mkldnn._linear_pointwise, weight.t()
-        made: torch.Tensor = (
-            op(grad, turned, None, "none", [], "") if total is None else op.binary(grad, total, turned, None, "add")
-        )
-        return made
-    return grad @ weight if total is None else torch.addmm(total, grad, weight)
+    if not _quick(grad, weight):
+        return grad @ weight if total is None else torch.addmm(total, grad, weight)
+    op = torch.ops.mkldnn._linear_pointwise
+    size = -(-len(weight) // -(-len(weight) // LONGEST))  # a vocabulary in equal parts: none of one row
+    for g, w in zip(grad.split(size, -1), weight.split(size), strict=True):
+        total = op(g, w.t(), None, "none", [], "") if total is None else op.binary(g, total, w.t(), None, "add")
+    assert total is not None
+    return total
 
 
-def _quick(x: Any, weight: Any, terms: int) -> bool:
+def _quick(x: Any, weight: Any) -> bool:
     """Whether oneDNN takes this product. Its operator knows plain CPU tensors only, and not a weight of one row."""
     import torch
 
@@ -73,7 +77,6 @@ def _quick(x: Any, weight: Any, terms: int) -> bool:
         and type(x) is torch.Tensor
         and x.numel()
         and min(weight.shape) > 1
-        and terms <= LONGEST
         and onednn()
     )
 
