@@ -6,6 +6,7 @@ import math
 
 from finetune import kernels
 from finetune.linears import Linears, Weight
+from finetune.steps import BLOCK_QUERIES
 from finetune.tape import Tensor
 
 
@@ -205,6 +206,8 @@ class Attention(Linears):
     def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`fast.attention`'s function: turns query and key, and keeps what it does not get that way, as one row."""
         tape, turned = self.tape, self.path.turned
+        if self.path.blocks:
+            return self._in_blocks(query, key, value)
         query, key, value = self._lowered(query), self._lowered(key), self._lowered(value)
         needs, sources = value.source is not None, [query.source, key.source, value.source]
         shapes = [(t.shape, t.width) for t in (query, key, value)]
@@ -223,6 +226,35 @@ class Attention(Linears):
             tape.passing("attention backward", size, size, size)
             if turned:
                 made[:2] = [tape.new("gradient", *shape) for shape in shapes[:2]]
+            return [*made] if needs else [None] * 3
+
+        tape.record(out, sources, rule)
+        return self._flat(out)
+
+    def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`fast.blocks`: queries in an order of its own, scores block by block, and no output kept."""
+        tape, turned = self.tape, self.path.turned
+        needs, sources = value.source is not None, [query.source, key.source, value.source]
+        shapes = [(t.shape, t.width) for t in (query, key, value)]
+        query_bytes, _, value_bytes = (width * math.prod(shape) for shape, width in shapes)
+        query = tape.new("turned", query.shape, query.width)
+        if turned:
+            key = tape.new("turned", key.shape, key.width)
+        out = tape.new("attention", query.shape, query.width)
+        length = self.batch.length
+        scores = 4 * self.facts.heads * -(-length // -(-length // BLOCK_QUERIES)) * length
+        tape.passing("attention of a block", scores, scores)
+        keep = [Tensor(t.storage, t.shape, t.width) for t in (query, key, value)]
+        tables = list(self.tables) if turned else []
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            _ = keep, tables
+            made = [tape.new("gradient", *shape) for shape in shapes]
+            # The gradient in the order of the queries; of one row's keys and values; of one block's scores.
+            tape.passing("attention backward", query_bytes, value_bytes, value_bytes, scores, scores, scores)
+            made[0] = tape.new("gradient", *shapes[0])
+            if turned:
+                made[1] = tape.new("gradient", *shapes[1])
             return [*made] if needs else [None] * 3
 
         tape.record(out, sources, rule)

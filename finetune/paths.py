@@ -20,6 +20,8 @@ from finetune.steps import Attention, Batch, Loss, Path
 KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
 WORTH_SHARING = 16
 """Tokens to save at least when a common beginning runs once: it takes one more kernel in every layer."""
+LONGEST_IN_BLOCKS = 512
+"""Tokens of rows up to which attention by blocks is quicker than torch's CPU kernel."""
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp32": None}
 
 
@@ -135,6 +137,7 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         grouped=why_alone(recipe, facts) is None,
         lean=lean_of(recipe, facts),
         turned=turned_of(recipe, facts, device),
+        blocks=blocks_of(recipe, facts, device),
         last=not checkpointing and last_of(recipe, facts, device),
         **card,
     )
@@ -155,6 +158,14 @@ def turned_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
     weights = "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
     one_type = weights == (_AUTOCAST[recipe.train.precision] or weights)
     return kind and one_type and attention_of(recipe, facts, device) == "documents"
+
+
+def blocks_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
+    """Whether attention row by row runs in blocks of queries: fp32 throughout, and rows are short."""
+    weights = "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
+    wide = weights == "float32" and recipe.train.precision == "fp32"
+    short = recipe.data.max_length <= LONGEST_IN_BLOCKS
+    return wide and short and attention_of(recipe, facts, device) == "documents"
 
 
 def last_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
@@ -203,6 +214,8 @@ def in_words(path: Path, batch: Batch) -> str:
         "flash": "the flash attention kernel",
         "efficient": "the memory-efficient attention kernel",
     }[path.attention]  # fmt: skip
+    if path.blocks:
+        attention = "attention in blocks of queries for each row by itself"
     loss = {
         "onepass": "logits of supervised rows and their gradient in one pass",
         "supervised": "logits of supervised rows only", "tiled": "TRL's loss head in tiles",

@@ -212,7 +212,7 @@ class Fast(_Part):
     attention: bool = Field(True, description="Rows that lie end to end attend one by one, without a mask over all.")
     adapters: bool = Field(True, description="The adapters that share an input run as one autograd function.")
     layers: bool = Field(True, description="Norms and gated MLPs keep for the backward pass only what they take in.")
-    products: bool = Field(True, description="On an x86 CPU oneDNN takes fp32 products of the backward pass.")
+    products: bool = Field(True, description="On an x86 CPU oneDNN takes most fp32 products with frozen weights.")
     prefix: bool = Field(True, description="What all rows of a micro-batch begin with, a system prompt, runs once.")
     memory: bool = Field(True, description="On a CPU, freed memory stays with the process until the next step.")
     tail: bool = Field(

@@ -33,6 +33,10 @@ class Batch:
         return self.rows * self.length
 
 
+BLOCK_QUERIES = 96
+"""Queries of a block in `fast.blocks`: fewer make small products, more compute what the mask throws away."""
+
+
 @dataclass(frozen=True)
 class Path:
     """How the trainer runs a step.
@@ -52,6 +56,7 @@ class Path:
     grouped        the layers that share an input run as one autograd function (`fast.adapter`)
     lean           norms and gated MLPs keep only what they take in (`fast.layers`)
     turned         `documents` attention turns queries and keys itself
+    blocks         `documents` attention runs in blocks of queries and keeps no output (`fast.blocks`)
     last           the last layer's MLP runs on supervised positions only (`fast.last`)
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
@@ -72,6 +77,7 @@ class Path:
     grouped: bool = False
     lean: bool = False
     turned: bool = False
+    blocks: bool = False
     last: bool = False
     capability: tuple[int, int] = (8, 9)
     multiprocessors: int = 128

@@ -48,15 +48,16 @@ class Trainer(SFTTrainer):
 
     def __init__(
         self, *args: Any, clock: Clock, progress: Progress, measure: Measure, order: EpochOrder,
-        logits: Logits | None, row_by_row: bool, products: bool, **kwargs: Any,
+        logits: Logits | None, row_by_row: bool, blocks: bool, products: bool, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """`logits`: of a head for `onepass_loss`, None for any other. `row_by_row`: rows lie flat and attend so.
+        """`logits`: of a head for `onepass_loss`, None for any other. `row_by_row`: rows lie flat and attend so,
+        in `blocks` or by torch's kernel.
 
         `products`: by `fast.products` instead of torch's own.
         """
         super().__init__(*args, **kwargs)
         self.order = order
-        self.logits, self.row_by_row, self.products = logits, row_by_row, products
+        self.logits, self.row_by_row, self.blocks, self.products = logits, row_by_row, blocks, products
         self.clock, self.progress, self.measure = clock, progress, measure
         self._ops = 0
         self.tokens_before = 0  # tokens trained before this process took over
@@ -96,7 +97,7 @@ class Trainer(SFTTrainer):
     @contextmanager
     def _as_asked(self) -> Iterator[None]:
         with (
-            documents(self.model) if self.row_by_row else nullcontext(),
+            documents(self.model, blocks=self.blocks) if self.row_by_row else nullcontext(),
             nullcontext() if self.products else by_torch(),
             _without_walks(self.model),
         ):
@@ -230,10 +231,10 @@ def build_trainer(
         log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
         logits = None
     log.info(
-        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products backward with frozen fp32 weights: %s. "
+        "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products with frozen fp32 weights: %s. "
         "Last MLP: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
-        path.attention,
+        path.attention + (" in blocks" if path.blocks else ""),
         why_alone(recipe, facts) or "together where they share an input",
         "keep what they take in" if path.lean else "transformers' own",
         "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",
@@ -247,6 +248,7 @@ def build_trainer(
     trainer = Trainer(
         logits=logits,
         row_by_row=apart,
+        blocks=path.blocks,
         products=recipe.fast.products,
         clock=clock,
         progress=progress,

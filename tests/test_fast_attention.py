@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from finetune.fast import attention
-from finetune.fast.attention import TURNED, _Rows, attend, documents
+from finetune.fast.attention import TURNED, _Rows, attend, by_rows, documents
 from finetune.paths import KEEPS_ROWS_APART
 from tests.tiny import tiny_model
 
@@ -54,9 +54,16 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).norm() <= 5e-6 * b.norm())
 
 
+@pytest.fixture(params=[False, True], ids=["kernel", "blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """By torch's kernel, or in blocks so short that rows of these tests are several."""
+    monkeypatch.setattr("finetune.fast.blocks.BLOCK_QUERIES", 3)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_rows_learn_what_they_learn_alone(tmp_path: Path, arch: str, again: bool) -> None:
+def test_rows_learn_what_they_learn_alone(tmp_path: Path, arch: str, again: bool, blocks: bool) -> None:
     """Of every family that takes this way; also with windows shorter than a row, and when layers run again."""
     window = {"sliding_window": 5} if arch in ("mistral", "gemma3_text") else {}
     folder = tiny_model(tmp_path / "m", arch=arch, **window)  # type: ignore[arg-type]
@@ -68,7 +75,7 @@ def test_rows_learn_what_they_learn_alone(tmp_path: Path, arch: str, again: bool
     weight = torch.randn(sum(LENGTHS), whole.config.vocab_size)
     apart = [{"input_ids": ids} for ids in inputs["input_ids"].split(LENGTHS, 1)]
     expected = learned(alone, apart, list(weight.split(LENGTHS)))
-    with documents(whole):
+    with documents(whole, blocks=blocks):
         found = learned(whole, [inputs], [weight])
     assert near(found[0], expected[0])
     assert near(found[1], expected[1])
@@ -88,7 +95,7 @@ def shared(beginning: int, lengths: list[int]) -> tuple[dict[str, Any], list[tor
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_rows_that_share_a_beginning_learn_what_they_learn_alone(tmp_path: Path, arch: str) -> None:
+def test_rows_that_share_a_beginning_learn_what_they_learn_alone(tmp_path: Path, arch: str, blocks: bool) -> None:
     """What is shared stands in the batch once; alone, only the first row scores it. Rows of 20, 14 and 25 tokens."""
     window = {"sliding_window": 15} if arch in ("mistral", "gemma3_text") else {}
     folder = tiny_model(tmp_path / "m", arch=arch, **window)  # type: ignore[arg-type]
@@ -98,7 +105,7 @@ def test_rows_that_share_a_beginning_learn_what_they_learn_alone(tmp_path: Path,
     first, *own = weight.split([13, 7, 1, 12])
     weights = [torch.cat([first, own[0]]), *(torch.cat([torch.zeros(13, w.shape[1]), w]) for w in own[1:])]
     expected = learned(alone, [{"input_ids": row} for row in rows], weights)
-    with documents(together):
+    with documents(together, blocks=blocks):
         found = learned(together, [inputs], [weight])
     places = [*range(20), 20 + 13, *range(20 + 14 + 13, 20 + 14 + 25)]
     assert near(found[0], expected[0][places])
@@ -138,6 +145,32 @@ def test_no_product_between_rows_and_no_mask_over_all(
         model(**shared(13, [7, 1, 12])[0], use_cache=False)
     # The beginning once, each row by itself, and all rows' queries against the beginning's keys.
     assert kernels == [(13, 13, True), (7, 7, True), (1, 1, True), (12, 12, True), (20, 13, False)] * 2
+
+
+def test_a_block_of_queries_meets_the_keys_that_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and back; a row of 7 tokens has blocks of 3, 3 and 1, and one of 12 begins with 13 of all rows."""
+    from finetune.fast import blocks
+
+    model, seen = load(tiny_model(tmp_path / "m", arch="llama")), list[tuple[int, int]]()
+    monkeypatch.setattr(blocks, "BLOCK_QUERIES", 3)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", no_mask)
+    monkeypatch.setattr("transformers.masking_utils.sdpa_mask", no_mask)
+    monkeypatch.setattr(attention, "_kernel", no_mask)
+    shares = blocks._shares
+
+    def watched(queries: Any, keys: Any, each: int, future: Any) -> Any:
+        seen.append((queries.shape[1] // each, keys.shape[1]))
+        return shares(queries, keys, each, future)
+
+    monkeypatch.setattr(blocks, "_shares", watched)
+    with documents(model, blocks=True):
+        model(**flat([7, 1, 6]), use_cache=False)
+        assert seen == [(3, 3), (3, 6), (1, 7), (1, 1), (3, 3), (3, 6)] * 2
+        seen.clear()
+        model(**shared(5, [2, 4])[0], use_cache=False).logits.sum().backward()
+    # The beginning, then each row behind it; 4 tokens are two blocks of 2, 5 one of 3 and one of 2.
+    assert seen[:5] == seen[5:10] == [(3, 3), (2, 5), (2, 7), (2, 7), (2, 9)]
+    assert seen[10:15] == seen[15:] == [(2, 5), (3, 3), (2, 7), (2, 9), (2, 7)]  # what sees the whole row first
 
 
 @pytest.fixture
@@ -252,9 +285,10 @@ def test_the_mask_that_others_are_measured_by_is_right() -> None:
 @given(
     st.lists(st.integers(1, 17), min_size=1, max_size=6), st.sampled_from([(1, 1), (4, 2), (3, 1)]),
     st.one_of(st.none(), st.integers(1, 20)), st.sampled_from([0, 0, 1, 5, 16]),
+    st.one_of(st.none(), st.integers(1, 20)),
 )  # fmt: skip
 def test_any_rows_equal_one_mask_over_all(
-    lengths: list[int], heads: tuple[int, int], window: int | None, beginning: int
+    lengths: list[int], heads: tuple[int, int], window: int | None, beginning: int, blocks: int | None
 ) -> None:
     torch.manual_seed(0)
     total = beginning + sum(lengths)
@@ -263,12 +297,14 @@ def test_any_rows_equal_one_mask_over_all(
     seen = sees(beginning, lengths, window)
     expected = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.4, enable_gqa=True)
     ends = torch.tensor([beginning, *lengths]).cumsum(0)
-    found, _ = attend(None, query, key, value, None, scaling=0.4, cu_seq_lens_q=ends, sliding_window=window)
-    assert found.shape == (1, total, heads[0], 8)
-    weight = torch.randn_like(found)
-    grads = [
-        torch.autograd.grad((out * weight).sum(), (query, key, value)) for out in (found, expected.transpose(1, 2))
-    ]
+    words: dict[str, Any] = {"scaling": 0.4, "cu_seq_lens_q": ends, "sliding_window": window}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("finetune.fast.blocks.BLOCK_QUERIES", blocks or 1)
+        found, _ = attend(None, query, key, value, None, blocks=blocks is not None, **words)
+        assert found.shape == (1, total, heads[0], 8)
+        weight = torch.randn_like(found)
+        both = (found, expected.transpose(1, 2))
+        grads = [torch.autograd.grad((out * weight).sum(), (query, key, value)) for out in both]
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=2e-6)
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=5e-6)
@@ -290,14 +326,17 @@ def angles(positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return both.cos(), both.sin()
 
 
-def rows(q: Any, k: Any, v: Any, tables: Any, ends: list[int], scaling: float | None = None) -> torch.Tensor:
-    out: torch.Tensor = _Rows.apply(q, k, v, *(tables or (None, None)), ends, scaling)  # type: ignore[no-untyped-call]
-    return out
+def rows(
+    q: Any, k: Any, v: Any, tables: Any, ends: list[int], scaling: float | None = None, blocks: bool = False
+) -> torch.Tensor:
+    return by_rows(q, k, v, *(tables or (None, None)), ends, scaling, blocks=blocks)
 
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("turned", [False, True])
-def test_its_values_are_those_of_a_mask_and_transformers_rotation(ends: list[int], turned: bool) -> None:
+def test_its_values_are_those_of_a_mask_and_transformers_rotation(
+    ends: list[int], turned: bool, blocks: bool
+) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k, v = tensors()
@@ -308,36 +347,39 @@ def test_its_values_are_those_of_a_mask_and_transformers_rotation(ends: list[int
         heads[:2] = apply_rotary_pos_emb(*heads[:2], *tables)
     seen = sees(ends[0], lengths)
     expected = scaled_dot_product_attention(*heads, attn_mask=seen, scale=0.3, enable_gqa=True).transpose(1, 2)
-    found = rows(q, k, v, tables if turned else None, ends, 0.3)
+    found = rows(q, k, v, tables if turned else None, ends, 0.3, blocks)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("turned", [False, True])
-def test_its_derivatives_are_right_in_fp64(ends: list[int], turned: bool) -> None:
+def test_its_derivatives_are_right_in_fp64(ends: list[int], turned: bool, blocks: bool) -> None:
     # Any tables, not only those of a rotation: the backward pass is the transpose of what the forward pass does.
     dice = torch.Generator().manual_seed(5)
     tables = [torch.randn(1, 7, 6, dtype=torch.float64, generator=dice) for _ in range(2)] if turned else None
-    assert torch.autograd.gradcheck(lambda q, k, v: rows(q, k, v, tables, ends), tensors())
+    assert torch.autograd.gradcheck(lambda q, k, v: rows(q, k, v, tables, ends, blocks=blocks), tensors())
 
 
-def test_it_keeps_keys_and_values_once_per_group_of_heads() -> None:
-    """Floats of one token: q 4 x 6 turned, k and v 2 x 6 each, out 4 x 6, the sums of 4 softmaxes, cos and sin 6."""
+def test_it_keeps_keys_and_values_once_per_group_of_heads(blocks: bool) -> None:
+    """Floats of one token: q 4 x 6 turned, k and v 2 x 6 each, cos and sin 6; the kernel's out 4 x 6 and 4 sums."""
     q, k, v = tensors(torch.float32)
     tables = [table.float() for table in angles([*range(7)])]
     kept: dict[int, torch.Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        rows(q, k, v, tables, [0, 3, 7])
-    assert sum(t.untyped_storage().nbytes() for t in kept.values()) == 4 * 7 * (24 + 12 + 12 + 24 + 4 + 6 + 6)
+        rows(q, k, v, tables, [0, 3, 7], blocks=blocks)
+    more = 0 if blocks else 24 + 4
+    assert sum(t.untyped_storage().nbytes() for t in kept.values()) == 4 * 7 * (24 + 12 + 12 + 6 + 6 + more)
 
 
-def test_bf16_is_right_within_its_rounding() -> None:
+def test_bf16_is_right_within_its_rounding(blocks: bool) -> None:
+    """In bf16 the kernel runs either way; fp64, which it is held against, takes either."""
+
     exact = [x.detach().bfloat16() for x in tensors()]
     tables = [table.bfloat16() for table in angles([0, 1, 2, 3, 4, 3, 4])]
     results = []
     for dtype in (torch.float64, torch.bfloat16):
         given = [x.to(dtype).requires_grad_() for x in exact]
-        out = rows(*given, [table.to(dtype) for table in tables], [3, 5, 7])
+        out = rows(*given, [table.to(dtype) for table in tables], [3, 5, 7], blocks=blocks)
         out.sin().sum().backward()  # type: ignore[no-untyped-call]
         results.append([out.detach(), *(x.grad for x in given)])
     for right, found in zip(*results, strict=True):

@@ -248,6 +248,29 @@ def test_which_layers_run_lean_and_where_attention_turns(
 
 
 @pytest.mark.parametrize(
+    ("device", "model", "kind", "sets", "blocks"),
+    [
+        (CPU, SMALL, "lora", {"data__max_length": "512"}, True),
+        (CPU, SMALL, "lora", {"data__max_length": "513"}, False),  # the kernel is quicker for longer rows
+        (CPU, SMALL, "full", {"data__max_length": "512"}, True),
+        (CPU, SMALL, "lora", {"data__max_length": "64", "train__precision": "bf16"}, False),
+        (CPU, SMALL, "lora", {"data__max_length": "64", "load__dtype": "bfloat16"}, False),
+        (CPU, SMALL, "lora", {"data__max_length": "64", "fast__attention": "false"}, False),
+        (CPU, SMALL, "lora", {"data__max_length": "64", "data__packing": "false"}, False),
+        (CPU, GEMMA, "lora", {"data__max_length": "64"}, False),
+        (H100, LLAMA, "lora", {"data__max_length": "64"}, False),
+    ],
+)
+def test_where_attention_runs_in_blocks(
+    device: Device, model: str, kind: str, sets: dict[str, str], blocks: bool
+) -> None:
+    recipe, facts = settled(model, device, kind, **sets)
+    path = path_of(recipe, facts, device)
+    assert path.blocks == blocks
+    assert ("blocks" in in_words(path, batch_of(recipe, facts, device))) == blocks
+
+
+@pytest.mark.parametrize(
     ("device", "model", "kind", "sets", "last"),
     [
         (CPU, SMALL, "lora", {}, True),

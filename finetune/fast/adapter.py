@@ -148,7 +148,7 @@ def adapters_of(layers: Any) -> list[Any]:
 
 
 def _base_output(base: Any, inner: Any, quick: bool) -> Any:
-    """x W^T + bias, unless `quick` in the order of sums of every other trainer; a 4-bit layer unpacks its own weight."""
+    """x W^T + bias, summed as every other trainer does unless `quick`; a 4-bit layer unpacks its own weight."""
     if type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype:
         return base(inner)
     if quick and base.bias is None and base.in_features <= LONGEST_FORWARD:

@@ -12,18 +12,22 @@ is in force the model asks for `attend` by name; outside of it, and in what is s
 of the Llama kind also turn queries and keys by their positions inside the same autograd function, in half the passes.
 
 Kept for the backward pass: queries, keys and values as the kernel takes them (keys and values once per group of
-heads, not once per head), the output and the sums of the softmax.
+heads, not once per head), the output and the sums of the softmax. Short rows in fp32 take products of blocks instead
+(`fast.blocks`), and keep neither output nor sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 # An autograd function must inherit from torch's; this hot module is imported when training starts.
 import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
+
+from finetune.fast.blocks import Blocks, rows_of
 
 TURNED = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "GemmaAttention")
 """Attention whose forward is q, k, v -> rotation of all of q and k -> attention -> o, and nothing else."""
@@ -32,18 +36,21 @@ NAME = "finetune_documents"
 
 
 @contextmanager
-def documents(model: Any) -> Iterator[None]:
-    """Let `model` (a transformers model, or peft's around one) attend row by row. Every batch must lie flat."""
+def documents(model: Any, *, blocks: bool = False) -> Iterator[None]:
+    """Let `model` (a transformers model, or peft's around one) attend row by row. Every batch must lie flat.
+
+    `blocks`: in fp32 by `Blocks`, which is quicker for short rows, instead of torch's kernel.
+    """
     from transformers import AttentionInterface
 
     # transformers builds no mask for a name that has none in its AttentionMaskInterface (`create_causal_mask`).
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, partial(attend, blocks=blocks))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
     base.set_attn_implementation(NAME)
     turned = [module for module in base.modules() if type(module).__name__ in TURNED]
     for module in turned:
-        module.forward = _TurnedForward(module)
+        module.forward = _TurnedForward(module, blocks)
     try:
         yield
     finally:
@@ -55,7 +62,7 @@ def documents(model: Any) -> Iterator[None]:
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, cu_seq_lens_q: Any = None, sliding_window: int | None = None,
-    **_: Any,
+    blocks: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention of [1, heads, tokens, dim] within each row, as [1, tokens, heads, dim].
 
@@ -72,8 +79,7 @@ def attend(
     # Under autocast torch's attention takes 16 bits; a rotation by fp32 tables has left queries and keys in fp32.
     low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     q, k, v = (x.to(low).transpose(1, 2) for x in (query, key, value))
-    out: torch.Tensor = _Rows.apply(q, k, v, None, None, ends, scaling)  # type: ignore[no-untyped-call]
-    return out, None
+    return by_rows(q, k, v, None, None, ends, scaling, blocks=blocks), None
 
 
 def _list(ends: Any) -> list[int]:
@@ -92,7 +98,7 @@ def _by_torch(
 ) -> torch.Tensor:  # fmt: skip
     """Row by row through torch's own function, as [1, tokens, heads, dim]."""
     shared = ends[0]
-    lengths = [row.stop - row.start for row in _bounds(ends)]
+    lengths = [row.stop - row.start for row in rows_of(ends)]
     # Split, not sliced: a slice's gradient is a tensor of zeros over all rows.
     parts = list(zip(*(torch.split(x, lengths, 2) for x in (query, key, value)), strict=True))
     out = []
@@ -116,8 +122,17 @@ def _mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> to
     return seen.triu(keys - queries + 1 - window) if window else seen
 
 
+def by_rows(
+    q: Any, k: Any, v: Any, cos: Any, sin: Any, ends: list[int], scaling: float | None, *, blocks: bool
+) -> torch.Tensor:
+    """Causal attention within rows on a CPU, as `Blocks` says; 16-bit types always take torch's kernel."""
+    function = Blocks if blocks and torch.finfo(q.dtype).bits > 16 else _Rows
+    out: torch.Tensor = function.apply(q, k, v, cos, sin, ends, scaling)  # type: ignore[no-untyped-call]
+    return out
+
+
 class _Rows(torch.autograd.Function):
-    """Causal attention within rows: q [1, tokens, heads, dim], k and v with fewer heads, out as q; `ends` as above.
+    """The same by torch's kernel: q [1, tokens, heads, dim], k and v with fewer heads, out as q; `ends` as above.
 
     With `cos` and `sin` [1, tokens, dim] queries and keys are turned first (Su et al. 2021, halves as in Llama).
     """
@@ -128,7 +143,7 @@ class _Rows(torch.autograd.Function):
     ) -> torch.Tensor:
         if cos is not None:
             q, k = _turned(q, cos, sin), _turned(k, cos, sin)
-        shared, rows = ends[0], _bounds(ends)
+        shared, rows = ends[0], rows_of(ends)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         queries, keys, values = _grouped(q, k, v)
         places, sums = _spread(out, k.shape[2]), []
@@ -160,7 +175,7 @@ class _Rows(torch.autograd.Function):
         grad, out = _spread(grad, heads), _spread(out, heads)
         made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         q_grad, k_grad, v_grad = _spread(made[0], heads), made[1][0].transpose(0, 1), made[2][0].transpose(0, 1)
-        for row in _bounds(ctx.ends):
+        for row in rows_of(ctx.ends):
             q_row, k_row, v_row = _kernel_backward(
                 grad[:, :, row], queries[:, :, row], keys[:, :, row], values[:, :, row], out[:, :, row],
                 sums[:, :, row], 0.0, True, scale=ctx.scaling,
@@ -181,12 +196,6 @@ class _Rows(torch.autograd.Function):
         if cos is not None:
             made[0], made[1] = _turned(made[0], cos, sin, back=True), _turned(made[1], cos, sin, back=True)
         return *made, None, None, None, None
-
-
-def _bounds(ends: list[int]) -> list[slice]:
-    """Where causal attention runs by itself: each row, and before them what all rows share."""
-    starts = [0, *ends] if ends[0] else ends
-    return [slice(start, end) for start, end in zip(starts, starts[1:], strict=False)]
 
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -224,8 +233,8 @@ def _turned(x: Any, cos: Any, sin: Any, *, back: bool = False) -> Any:
 class _TurnedForward:
     """The forward of one attention layer whose rows lie end to end."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, blocks: bool) -> None:
+        self.module, self.blocks = module, blocks
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         module = self.module
@@ -237,7 +246,7 @@ class _TurnedForward:
         q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
         if cos_sin[0].dtype != q.dtype:
             return type(module).forward(module, hidden_states, **kwargs)
-        out: Any = _Rows.apply(q, k, v, *cos_sin, ends, module.scaling)  # type: ignore[no-untyped-call]
+        out = by_rows(q, k, v, cos_sin[0], cos_sin[1], ends, module.scaling, blocks=self.blocks)
         return module.o_proj(out.flatten(2)), None
 
     def _plain(self, cos: torch.Tensor, ends: list[int]) -> bool:

@@ -60,7 +60,7 @@ def back(grad: torch.Tensor, weight: torch.Tensor, total: torch.Tensor | None = 
         return grad @ weight if total is None else torch.addmm(total, grad, weight)
     op = torch.ops.mkldnn._linear_pointwise
     size = -(-len(weight) // -(-len(weight) // LONGEST))  # a vocabulary in equal parts: none of one row
-    for g, w in zip(grad.split(size, -1), weight.split(size), strict=True):
+    for g, w in zip(torch.split(grad, size, -1), torch.split(weight, size), strict=True):
         total = op(g, w.t(), None, "none", [], "") if total is None else op.binary(g, total, w.t(), None, "add")
     assert total is not None
     return total
