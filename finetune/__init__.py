@@ -77,7 +77,7 @@ The modules in reading order, which is also the only legal direction of imports:
     fast.products  products with a frozen weight, by the quickest library
     fast.again    activations that are made again from what is kept anyway
     fast.head     the loss on supervised rows only
-    fast.blocks   causal attention within rows, by products of blocks
+    fast.blocks   attention's backward pass, by products of blocks
     fast.attention  rows that lie end to end, one by one
     fast.adapter  layers that share an input, as one autograd function
     fast.layers   norms and gated MLPs that keep little

@@ -206,8 +206,6 @@ class Attention(Linears):
     def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`fast.attention`'s function: turns query and key, and keeps what it does not get that way, as one row."""
         tape, turned = self.tape, self.path.turned
-        if self.path.blocks:
-            return self._in_blocks(query, key, value)
         query, key, value = self._lowered(query), self._lowered(key), self._lowered(value)
         needs, sources = value.source is not None, [query.source, key.source, value.source]
         shapes = [(t.shape, t.width) for t in (query, key, value)]
@@ -216,45 +214,25 @@ class Attention(Linears):
         out = tape.new("attention", query.shape, query.width)
         tape.passing("attention of one row", out.size * out.width)
         sums = tape.new("softmax sums", (self.rows, self.facts.heads, self.length), 4)
-        keep = [Tensor(t.storage, t.shape, t.width) for t in (query, key, value, out, sums)]
+        kept = (query, key, value) if self.path.blocks else (query, key, value, out, sums)
+        keep = [Tensor(t.storage, t.shape, t.width) for t in kept]
+        del sums, kept
         tables = list(self.tables) if turned else []
+
+        queries, _, values = (width * math.prod(shape) for shape, width in shapes)
+        if self.path.blocks:  # one row's keys, their gradient and that of its values; one block's queries and scores
+            length, width = self.batch.length, query.width
+            block = width * self.facts.heads * -(-length // -(-length // BLOCK_QUERIES))
+            passing = [values] * 3 + [block * self.facts.head_dim] * 2 + [block * length] * 3
+        else:  # the kernel's gradients: keys and values for every head
+            passing = [queries] * 3
 
         def rule(grad: Tensor) -> list[Tensor | None]:
             _ = keep, tables
             made = [tape.new("gradient", *shape) for shape in shapes]
-            size = shapes[0][1] * math.prod(shapes[0][0])  # the kernel's gradients: keys and values for every head
-            tape.passing("attention backward", size, size, size)
+            tape.passing("attention backward", *passing)
             if turned:
                 made[:2] = [tape.new("gradient", *shape) for shape in shapes[:2]]
-            return [*made] if needs else [None] * 3
-
-        tape.record(out, sources, rule)
-        return self._flat(out)
-
-    def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`fast.blocks`: queries in an order of its own, scores block by block, and no output kept."""
-        tape, turned = self.tape, self.path.turned
-        needs, sources = value.source is not None, [query.source, key.source, value.source]
-        shapes = [(t.shape, t.width) for t in (query, key, value)]
-        query_bytes, _, value_bytes = (width * math.prod(shape) for shape, width in shapes)
-        query = tape.new("turned", query.shape, query.width)
-        if turned:
-            key = tape.new("turned", key.shape, key.width)
-        out = tape.new("attention", query.shape, query.width)
-        length = self.batch.length
-        scores = 4 * self.facts.heads * -(-length // -(-length // BLOCK_QUERIES)) * length
-        tape.passing("attention of a block", scores, scores)
-        keep = [Tensor(t.storage, t.shape, t.width) for t in (query, key, value)]
-        tables = list(self.tables) if turned else []
-
-        def rule(grad: Tensor) -> list[Tensor | None]:
-            _ = keep, tables
-            made = [tape.new("gradient", *shape) for shape in shapes]
-            # The gradient in the order of the queries; of one row's keys and values; of one block's scores.
-            tape.passing("attention backward", query_bytes, value_bytes, value_bytes, scores, scores, scores)
-            made[0] = tape.new("gradient", *shapes[0])
-            if turned:
-                made[1] = tape.new("gradient", *shapes[1])
             return [*made] if needs else [None] * 3
 
         tape.record(out, sources, rule)

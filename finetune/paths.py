@@ -21,7 +21,7 @@ KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2
 WORTH_SHARING = 16
 """Tokens to save at least when a common beginning runs once: it takes one more kernel in every layer."""
 LONGEST_IN_BLOCKS = 512
-"""Tokens of rows up to which attention by blocks is quicker than torch's CPU kernel."""
+"""Tokens of rows up to which attention goes backward by blocks quicker than by torch's CPU kernel."""
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp32": None}
 
 
@@ -161,7 +161,7 @@ def turned_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
 
 
 def blocks_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
-    """Whether attention row by row runs in blocks of queries: fp32 throughout, and rows are short."""
+    """Whether attention row by row goes backward in blocks of queries: fp32 throughout, and rows are short."""
     weights = "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
     wide = weights == "float32" and recipe.train.precision == "fp32"
     short = recipe.data.max_length <= LONGEST_IN_BLOCKS
@@ -215,7 +215,7 @@ def in_words(path: Path, batch: Batch) -> str:
         "efficient": "the memory-efficient attention kernel",
     }[path.attention]  # fmt: skip
     if path.blocks:
-        attention = "attention in blocks of queries for each row by itself"
+        attention += ", backward in blocks"
     loss = {
         "onepass": "logits of supervised rows and their gradient in one pass",
         "supervised": "logits of supervised rows only", "tiled": "TRL's loss head in tiles",

@@ -56,7 +56,7 @@ class Path:
     grouped        the layers that share an input run as one autograd function (`fast.adapter`)
     lean           norms and gated MLPs keep only what they take in (`fast.layers`)
     turned         `documents` attention turns queries and keys itself
-    blocks         `documents` attention runs in blocks of queries and keeps no output (`fast.blocks`)
+    blocks         `documents` attention goes backward in blocks of queries and keeps no output (`fast.blocks`)
     last           the last layer's MLP runs on supervised positions only (`fast.last`)
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them

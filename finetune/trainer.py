@@ -51,7 +51,7 @@ class Trainer(SFTTrainer):
         logits: Logits | None, row_by_row: bool, blocks: bool, products: bool, **kwargs: Any,
     ) -> None:  # fmt: skip
         """`logits`: of a head for `onepass_loss`, None for any other. `row_by_row`: rows lie flat and attend so,
-        in `blocks` or by torch's kernel.
+        backward in `blocks` or by torch's kernel.
 
         `products`: by `fast.products` instead of torch's own.
         """
@@ -234,7 +234,7 @@ def build_trainer(
         "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products with frozen fp32 weights: %s. "
         "Last MLP: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
-        path.attention + (" in blocks" if path.blocks else ""),
+        path.attention + (", backward in blocks" if path.blocks else ""),
         why_alone(recipe, facts) or "together where they share an input",
         "keep what they take in" if path.lean else "transformers' own",
         "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",

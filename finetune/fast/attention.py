@@ -12,8 +12,8 @@ is in force the model asks for `attend` by name; outside of it, and in what is s
 of the Llama kind also turn queries and keys by their positions inside the same autograd function, in half the passes.
 
 Kept for the backward pass: queries, keys and values as the kernel takes them (keys and values once per group of
-heads, not once per head), the output and the sums of the softmax. Short rows in fp32 take products of blocks instead
-(`fast.blocks`), and keep neither output nor sums.
+heads, not once per head), the output and the sums of the softmax. Short rows in fp32 go backward by products of
+blocks instead (`fast.blocks`), and keep neither output nor sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
 
-from finetune.fast.blocks import Blocks, rows_of
+from finetune.fast.blocks import gradients, rows_of
 
 TURNED = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "GemmaAttention")
 """Attention whose forward is q, k, v -> rotation of all of q and k -> attention -> o, and nothing else."""
@@ -39,7 +39,7 @@ NAME = "finetune_documents"
 def documents(model: Any, *, blocks: bool = False) -> Iterator[None]:
     """Let `model` (a transformers model, or peft's around one) attend row by row. Every batch must lie flat.
 
-    `blocks`: in fp32 by `Blocks`, which is quicker for short rows, instead of torch's kernel.
+    `blocks`: in fp32 the backward pass is that of `fast.blocks`, which is quicker for short rows.
     """
     from transformers import AttentionInterface
 
@@ -125,21 +125,21 @@ def _mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> to
 def by_rows(
     q: Any, k: Any, v: Any, cos: Any, sin: Any, ends: list[int], scaling: float | None, *, blocks: bool
 ) -> torch.Tensor:
-    """Causal attention within rows on a CPU, as `Blocks` says; 16-bit types always take torch's kernel."""
-    function = Blocks if blocks and torch.finfo(q.dtype).bits > 16 else _Rows
-    out: torch.Tensor = function.apply(q, k, v, cos, sin, ends, scaling)  # type: ignore[no-untyped-call]
+    """`_Rows`, in `blocks` where the type allows it."""
+    blocks = blocks and torch.finfo(q.dtype).bits > 16
+    out: torch.Tensor = _Rows.apply(q, k, v, cos, sin, ends, scaling, blocks)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Rows(torch.autograd.Function):
-    """The same by torch's kernel: q [1, tokens, heads, dim], k and v with fewer heads, out as q; `ends` as above.
+    """Causal attention within rows: q [1, tokens, heads, dim], k and v with fewer heads, out as q; `ends` as above.
 
     With `cos` and `sin` [1, tokens, dim] queries and keys are turned first (Su et al. 2021, halves as in Llama).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, cos: Any, sin: Any, ends: list[int], scaling: float | None
+        ctx: Any, q: Any, k: Any, v: Any, cos: Any, sin: Any, ends: list[int], scaling: float | None, blocks: bool
     ) -> torch.Tensor:
         if cos is not None:
             q, k = _turned(q, cos, sin), _turned(k, cos, sin)
@@ -162,7 +162,7 @@ class _Rows(torch.autograd.Function):
             weight = (own - both).exp_().unsqueeze(-1).to(out.dtype)
             places[:, :, shared:] = torch.lerp(other, places[:, :, shared:], weight)
             own.copy_(both)
-        ctx.save_for_backward(q, k, v, cos, sin, out, all_sums)
+        ctx.save_for_backward(q, k, v, cos, sin, *((None, None) if blocks else (out, all_sums)))
         ctx.ends, ctx.scaling = ends, scaling
         return out
 
@@ -170,32 +170,42 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         q, k, v, cos, sin, out, sums = ctx.saved_tensors
-        queries, keys, values = _grouped(q, k, v)
-        heads, shared = k.shape[2], ctx.ends[0]
-        grad, out = _spread(grad, heads), _spread(out, heads)
-        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        q_grad, k_grad, v_grad = _spread(made[0], heads), made[1][0].transpose(0, 1), made[2][0].transpose(0, 1)
-        for row in rows_of(ctx.ends):
-            q_row, k_row, v_row = _kernel_backward(
-                grad[:, :, row], queries[:, :, row], keys[:, :, row], values[:, :, row], out[:, :, row],
-                sums[:, :, row], 0.0, True, scale=ctx.scaling,
-            )  # fmt: skip
-            q_grad[:, :, row] = q_row
-            torch.sum(k_row, 1, out=k_grad[:, row])
-            torch.sum(v_row, 1, out=v_grad[:, row])
-        if shared:
-            later, first = slice(shared, None), slice(shared)
-            q_row, k_row, v_row = _kernel_backward(
-                grad[:, :, later], queries[:, :, later], keys[:, :, first], values[:, :, first], out[:, :, later],
-                sums[:, :, later], 0.0, False, scale=ctx.scaling,
-            )  # fmt: skip
-            q_grad[:, :, later] += q_row
-            k_grad[:, first] += k_row.sum(1)
-            v_grad[:, first] += v_row.sum(1)
-        del q_row, k_row, v_row  # before the turned ones are made
+        if out is None:
+            made = gradients(grad, q, k, v, ctx.ends, ctx.scaling)
+        else:
+            made = _by_kernel(grad, q, k, v, out, sums, ctx.ends, ctx.scaling)
         if cos is not None:
             made[0], made[1] = _turned(made[0], cos, sin, back=True), _turned(made[1], cos, sin, back=True)
-        return *made, None, None, None, None
+        return *made, None, None, None, None, None
+
+
+def _by_kernel(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, ends: list[int], scaling: float | None
+) -> list[Any]:
+    """What `gradients` returns, by torch's kernel."""
+    queries, keys, values = _grouped(q, k, v)
+    heads, shared = k.shape[2], ends[0]
+    grad, out = _spread(grad, heads), _spread(out, heads)
+    made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    q_grad, k_grad, v_grad = _spread(made[0], heads), made[1][0].transpose(0, 1), made[2][0].transpose(0, 1)
+    for row in rows_of(ends):
+        q_row, k_row, v_row = _kernel_backward(
+            grad[:, :, row], queries[:, :, row], keys[:, :, row], values[:, :, row], out[:, :, row],
+            sums[:, :, row], 0.0, True, scale=scaling,
+        )  # fmt: skip
+        q_grad[:, :, row] = q_row
+        torch.sum(k_row, 1, out=k_grad[:, row])
+        torch.sum(v_row, 1, out=v_grad[:, row])
+    if shared:
+        later, first = slice(shared, None), slice(shared)
+        q_row, k_row, v_row = _kernel_backward(
+            grad[:, :, later], queries[:, :, later], keys[:, :, first], values[:, :, first], out[:, :, later],
+            sums[:, :, later], 0.0, False, scale=scaling,
+        )  # fmt: skip
+        q_grad[:, :, later] += q_row
+        k_grad[:, first] += k_row.sum(1)
+        v_grad[:, first] += v_row.sum(1)
+    return made
 
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

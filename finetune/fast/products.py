@@ -8,8 +8,9 @@ and is the quicker one on the machines tried: by a tenth to a quarter in the bac
 in the forward pass; `scripts/bench.py` prints the speed of both. Both are plain fp32 sums, in another order, and
 oneDNN's is the less exact one the longer a sum is. What the forward pass of the layers rounds goes into every
 gradient: sums of more than `LONGEST_FORWARD` terms stay with torch there, and so do queries, keys and values, whose
-errors a softmax enlarges. Gradients then are as far from TRL's as these are from fp64's
-(`scripts/check_gradients.py`). Everything but fp32 on an x86 CPU is torch's. `by_torch` leaves all of it to torch.
+errors a softmax enlarges; sums over a vocabulary always do (`LONGEST`). Gradients then are as far from TRL's as these
+are from fp64's (`scripts/check_gradients.py`). Everything but fp32 on an x86 CPU is torch's. `by_torch` leaves all of
+it to torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 LONGEST = 4096
-"""Terms of a sum that oneDNN takes at once."""
+"""Terms of a sum that oneDNN takes. Over a vocabulary, also in parts of this size, gradients come out 5e-5 off."""
 LONGEST_FORWARD = 1024
 """The same in the forward pass of a layer."""
 _by_torch = False
@@ -46,7 +47,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., in] times the transpose of `weight` [out, in]. Keeps nothing for a backward pass."""
     import torch
 
-    if _quick(x, weight) and weight.shape[1] <= LONGEST:
+    if _quick(x, weight, weight.shape[1]):
         made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return made
     return x @ weight.t()
@@ -56,17 +57,16 @@ def back(grad: torch.Tensor, weight: torch.Tensor, total: torch.Tensor | None = 
     """grad [rows, out] times `weight` [out, in], added to `total` [rows, in]; always a new tensor."""
     import torch
 
-    if not _quick(grad, weight):
+    if not _quick(grad, weight, len(weight)):
         return grad @ weight if total is None else torch.addmm(total, grad, weight)
-    op = torch.ops.mkldnn._linear_pointwise
-    size = -(-len(weight) // -(-len(weight) // LONGEST))  # a vocabulary in equal parts: none of one row
-    for g, w in zip(torch.split(grad, size, -1), torch.split(weight, size), strict=True):
-        total = op(g, w.t(), None, "none", [], "") if total is None else op.binary(g, total, w.t(), None, "add")
-    assert total is not None
-    return total
+    op, turned = torch.ops.mkldnn._linear_pointwise, weight.t()
+    made: torch.Tensor = (
+        op(grad, turned, None, "none", [], "") if total is None else op.binary(grad, total, turned, None, "add")
+    )
+    return made
 
 
-def _quick(x: Any, weight: Any) -> bool:
+def _quick(x: Any, weight: Any, terms: int) -> bool:
     """Whether oneDNN takes this product. Its operator knows plain CPU tensors only, and not a weight of one row."""
     import torch
 
@@ -77,6 +77,7 @@ def _quick(x: Any, weight: Any) -> bool:
         and type(x) is torch.Tensor
         and x.numel()
         and min(weight.shape) > 1
+        and terms <= LONGEST
         and onednn()
     )
 
