@@ -8,9 +8,10 @@ from typing import Any
 
 from finetune.recipe import QLoRA, Recipe
 
-SPINS = "10000"
+SPINS = "4000"
 """Rounds that a thread of torch's waits awake for the next operation. libgomp's own 300,000 are about a millisecond
-in which the processor does nothing for the run."""
+in which the processor does nothing for the run. Against 10,000 a step takes 3 to 9 % less processor time and no more
+wall time; at 1,000 waking up costs 4 % of the wall time."""
 
 
 def prepare_process(recipe: Recipe) -> None:
