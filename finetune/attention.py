@@ -6,7 +6,7 @@ import math
 
 from finetune import kernels
 from finetune.linears import Linears, Weight
-from finetune.steps import BLOCK_QUERIES
+from finetune.steps import block_of
 from finetune.tape import Tensor
 
 
@@ -222,7 +222,7 @@ class Attention(Linears):
         queries, _, values = (width * math.prod(shape) for shape, width in shapes)
         if self.path.blocks:  # one row's keys, their gradient and that of its values; one block's queries and scores
             length, width = self.batch.length, query.width
-            block = width * self.facts.heads * -(-length // -(-length // BLOCK_QUERIES))
+            block = width * self.facts.heads * block_of(length)
             passing = [values] * 3 + [block * self.facts.head_dim] * 2 + [block * length] * 3
         else:  # the kernel's gradients: keys and values for every head
             passing = [queries] * 3

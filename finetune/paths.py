@@ -155,15 +155,19 @@ def lean_of(recipe: Recipe, facts: Facts) -> bool:
 def turned_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
     """Whether attention row by row turns queries and keys as well: where these and the tables have one type."""
     kind = facts.model_type in ("llama", "mistral", "qwen2", "gemma")
-    weights = "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
+    weights = _weights_of(recipe)
     one_type = weights == (_AUTOCAST[recipe.train.precision] or weights)
     return kind and one_type and attention_of(recipe, facts, device) == "documents"
 
 
+def _weights_of(recipe: Recipe) -> str:
+    """The type that weights have in a layer; trained ones are fp32."""
+    return "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
+
+
 def blocks_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
     """Whether attention row by row goes backward in blocks of queries: fp32 throughout, and rows are short."""
-    weights = "float32" if isinstance(recipe.method, Full) else recipe.load.dtype
-    wide = weights == "float32" and recipe.train.precision == "fp32"
+    wide = _weights_of(recipe) == "float32" and recipe.train.precision == "fp32"
     short = recipe.data.max_length <= LONGEST_IN_BLOCKS
     return wide and short and attention_of(recipe, facts, device) == "documents"
 

@@ -10,8 +10,9 @@ from finetune.recipe import QLoRA, Recipe
 
 SPINS = "4000"
 """Rounds that a thread of torch's waits awake for the next operation. libgomp's own 300,000 are about a millisecond
-in which the processor does nothing for the run. Against 10,000 a step takes 3 to 9 % less processor time and no more
-wall time; at 1,000 waking up costs 4 % of the wall time."""
+in which the processor does nothing for the run; too few, and waking up costs wall time. A GOMP_SPINCOUNT of the
+user's counts instead, also in `scripts/bench.py`, so `GOMP_SPINCOUNT=10000 python scripts/bench.py --arms finetune`
+shows what another number does."""
 
 
 def prepare_process(recipe: Recipe) -> None:

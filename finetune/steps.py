@@ -34,7 +34,12 @@ class Batch:
 
 
 BLOCK_QUERIES = 96
-"""Queries of a block in `fast.blocks`: fewer make small products, more compute what the mask throws away."""
+"""Most queries of a block in `fast.blocks`: fewer make small products, more compute what the mask throws away."""
+
+
+def block_of(length: int) -> int:
+    """Queries of a block of a row of `length` tokens, which is cut into equal ones; the last may be smaller."""
+    return -(-length // -(-length // BLOCK_QUERIES))
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ def apart_and_together(
         loss.backward()  # type: ignore[no-untyped-call]
     yield loss.detach(), gradient(own)
     fast.zero_grad()
-    with documents(fast):
+    with documents(fast, blocks=True):
         loss = onepass_loss(fast, laid_out(rows, prefix=switches[0], tail=switches[1]), 1)
     loss.backward()  # type: ignore[no-untyped-call]
     yield loss.detach(), gradient(fast)
@@ -383,7 +383,7 @@ def drawn(dice: torch.Generator) -> Encoded:
 def passed(model: Any, rows: list[Encoded], items: int, *, fast: bool) -> torch.Tensor:
     """The loss of a micro-batch: laid out, or padded to the longest row."""
     if fast:
-        with documents(model):
+        with documents(model, blocks=True):
             return onepass_loss(model, laid_out(rows), items)
     width = max(len(each.input_ids) for each in rows)
     ids = torch.tensor([[*each.input_ids, *[0] * (width - len(each.input_ids))] for each in rows])

@@ -57,7 +57,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.fixture(params=[False, True], ids=["kernel", "blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """By torch's kernel, or in blocks so short that rows of these tests are several."""
-    monkeypatch.setattr("finetune.fast.blocks.BLOCK_QUERIES", 3)
+    monkeypatch.setattr("finetune.steps.BLOCK_QUERIES", 3)
     return bool(request.param)
 
 
@@ -152,7 +152,7 @@ def test_a_block_of_queries_meets_the_keys_that_it_sees(tmp_path: Path, monkeypa
     from finetune.fast import blocks
 
     model, seen = load(tiny_model(tmp_path / "m", arch="llama")), list[tuple[int, int]]()
-    monkeypatch.setattr(blocks, "BLOCK_QUERIES", 3)
+    monkeypatch.setattr("finetune.steps.BLOCK_QUERIES", 3)
     monkeypatch.setattr(attention, "_kernel_backward", no_mask)
     shares = blocks._shares
 
@@ -296,7 +296,7 @@ def test_any_rows_equal_one_mask_over_all(
     ends = torch.tensor([beginning, *lengths]).cumsum(0)
     words: dict[str, Any] = {"scaling": 0.4, "cu_seq_lens_q": ends, "sliding_window": window}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.fast.blocks.BLOCK_QUERIES", blocks or 1)
+        patch.setattr("finetune.steps.BLOCK_QUERIES", blocks or 1)
         found, _ = attend(None, query, key, value, None, blocks=blocks is not None, **words)
         assert found.shape == (1, total, heads[0], 8)
         weight = torch.randn_like(found)

@@ -27,7 +27,7 @@ from typing import Any
 import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
 
-from finetune.fast.blocks import gradients, rows_of
+from finetune.fast.blocks import by_group, gradients, rows_of
 
 TURNED = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "GemmaAttention")
 """Attention whose forward is q, k, v -> rotation of all of q and k -> attention -> o, and nothing else."""
@@ -214,7 +214,7 @@ _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 def _spread(x: Any, groups: int) -> Any:
     """[1, tokens, heads, dim] -> [groups, heads of a group, tokens, dim], a view."""
-    return x[0].unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+    return by_group(x, groups).transpose(1, 2)
 
 
 def _grouped(q: Any, k: Any, v: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 # This hot module is imported when training starts.
 import torch  # noqa: TID253
 
-from finetune.steps import BLOCK_QUERIES
+from finetune.steps import block_of
 
 
 def gradients(grad: Any, q: Any, k: Any, v: Any, ends: list[int], scaling: float | None) -> list[Any]:
@@ -40,8 +40,9 @@ def gradients(grad: Any, q: Any, k: Any, v: Any, ends: list[int], scaling: float
     )
     made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     q_made, (k_made, v_made) = by_group(made[0], groups), (x[0].transpose(0, 1) for x in made[1:])
-    future = _future(q)
-    for row in rows_of(ends):
+    rows = rows_of(ends)
+    future = _future(max(block_of(row.stop - row.start) for row in rows), q)
+    for row in rows:
         before = ends[0] if row.start else 0
         row_keys, row_values = _seen(keys, row, before) * scaling, _seen(values, row, before)
         k_row: Any = None
@@ -76,8 +77,7 @@ def by_group(x: Any, groups: int) -> Any:
 
 def _blocks(row: slice, before: int) -> list[tuple[slice, int]]:
     """Queries of equal blocks of a row, and how many keys a block sees of what its row does."""
-    length = row.stop - row.start
-    size = -(-length // -(-length // BLOCK_QUERIES))
+    size = block_of(row.stop - row.start)
     starts = range(row.start, row.stop, size)
     ends = [min(start + size, row.stop) for start in starts]
     return [(slice(start, end), before + end - row.start) for start, end in zip(starts, ends, strict=True)]
@@ -88,10 +88,10 @@ def _seen(x: Any, row: slice, before: int) -> Any:
     return torch.cat([x[:, :before], x[:, row]], 1) if before else x[:, row]
 
 
-def _future(like: Any) -> Any:
+def _future(tokens: int, like: Any) -> Any:
     """What is added to the scores of a block with itself [tokens, 1, tokens]: nothing before the next token."""
-    shape = (BLOCK_QUERIES, BLOCK_QUERIES)
-    return torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(1).unsqueeze(1)
+    future = torch.full((tokens, tokens), float("-inf"), dtype=like.dtype, device=like.device)
+    return future.triu_(1).unsqueeze(1)
 
 
 def _shares(queries: Any, keys: Any, each: int, future: Any) -> Any:
