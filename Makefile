@@ -64,6 +64,7 @@ test-long: $(VENV)/.dev
 # Beside the same libraries used plainly; written to docs/benchmarks. About 25 minutes on two quiet cores.
 bench: $(VENV)/.run
 	$(BIN)/python scripts/bench.py $(ARGS)
+	$(BIN)/python scripts/bench_attention.py
 	$(BIN)/python scripts/bench_data.py
 	$(BIN)/python scripts/bench_merge.py
 

@@ -20,8 +20,9 @@ from finetune.steps import Attention, Batch, Loss, Path
 KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
 WORTH_SHARING = 16
 """Tokens to save at least when a common beginning runs once: it takes one more kernel in every layer."""
-LONGEST_IN_BLOCKS = 512
-"""Tokens of rows up to which attention goes backward by blocks quicker than by torch's CPU kernel."""
+LONGEST_IN_BLOCKS = 768
+"""Tokens of rows up to which attention's backward pass is left to blocks: of most lengths the quicker way
+(`scripts/bench_attention.py`)."""
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp32": None}
 
 

@@ -8,9 +8,10 @@
                            5   x x x x x           1 x 5
 
 torch's CPU kernel works on 32 to 256 queries of one head at a time. Here the heads that share keys are one matrix, so
-products are larger; up to rows of about 500 tokens they are the quicker ones. Scores of a block are made again, so
-nothing is kept for this pass but queries, keys and values. Not for 16-bit types, whose scores the kernel holds in
-fp32. The forward pass stays the kernel's, whose rounding is that of every other trainer.
+products are larger. Rows of 256 to 768 tokens are quicker, by as much as a fifth, and behind a common beginning those
+from 128 on; shorter ones are slower by a few hundredths (docs/benchmarks/attention.md). Scores of a block are made
+again, so nothing is kept for this pass but queries, keys and values. Not for 16-bit types, whose scores the kernel
+holds in fp32. The forward pass stays the kernel's, whose rounding is that of every other trainer.
 """
 
 from __future__ import annotations
