@@ -22,7 +22,15 @@ from finetune.facts import Facts, Linear
 from finetune.heads import Heads
 from finetune.ledger import Block, Ledger
 from finetune.linears import Weight
-from finetune.method import BLOCK, SCALE_BLOCK, AdapterShape, adapter_shapes, saved_tensors, trained_tensors
+from finetune.method import (
+    BLOCK,
+    SCALE_BLOCK,
+    AdapterShape,
+    adapter_shapes,
+    held_sizes,
+    saved_tensors,
+    trained_tensors,
+)
 from finetune.optimizers import is_paged, state_sizes, step_temporaries
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path
@@ -93,7 +101,7 @@ class _Decoder(Heads):
             b = self._parameter("adapter", (linear.out_features, adapter.rank), 4, trained=True)
             if getattr(self.method, "variant", "") == "dora":
                 magnitude = self._parameter("adapter", (linear.out_features,), 4, trained=True)
-        return Weight(weight, isinstance(self.method, QLoRA), a, b, magnitude)
+        return Weight(weight, isinstance(self.method, QLoRA), a, b, magnitude, self.held)
 
     def _likely(self, layer: dict[str, Weight]) -> dict[str, Weight]:
         """A layer of another make, planned as Llama's with the model's own widths; its adapters where they may be."""
@@ -116,7 +124,7 @@ class _Decoder(Heads):
 
     def _enter_weights(self) -> int:
         """Enter everything that lies there before the step. Returns bytes of paged optimizer state."""
-        key = ("resident", repr(self.method), self.stored, self.path.optimizer, self.path.device)
+        key = ("resident", repr(self.method), self.stored, self.held, self.path.optimizer, self.path.device)
         if key not in self.facts.memo:
             self.facts.memo[key] = self._resident()
         found, paged = self.facts.memo[key]
@@ -127,11 +135,14 @@ class _Decoder(Heads):
     def _resident(self) -> tuple[Counter[tuple[str, str, int]], int]:
         """How many tensors of each kind and size there are, and the bytes that lie in unified memory."""
         packs = isinstance(self.method, QLoRA)
-        packed = {linear.name for linear in self.facts.linears(towers=True)} if packs else set()
+        packed = {linear.name for linear in self.facts.linears(towers=True)} if packs or self.held else set()
         found: Counter[tuple[str, str, int]] = Counter()
         for tensor in self.facts.tensors:
             name = _NAMES[group_of(tensor.name)]
-            if tensor.module in packed and tensor.name.endswith(".weight"):
+            if self.held and tensor.module in packed and tensor.name.endswith(".weight"):
+                for size in held_sizes(tensor.size, self.held):
+                    found["weights", name, size] += 1
+            elif tensor.module in packed and tensor.name.endswith(".weight"):
                 found["weights", f"{name}, 4 bit", -(-tensor.size // 2)] += 1
                 for size in constant_sizes(tensor.size, double=self.double):
                     found["weights", "quantisation constants", size] += 1

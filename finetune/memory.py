@@ -16,10 +16,10 @@ from typing import Literal
 from finetune import decoder
 from finetune.facts import Facts
 from finetune.ledger import Block, Peak
-from finetune.method import storage_bytes, trained_tensors
+from finetune.method import held_sizes, storage_bytes, trained_tensors
 from finetune.optimizers import BLOCK, SMALL, is_paged, moments, state_sizes
 from finetune.recipe import Full, Method, QLoRA
-from finetune.steps import Batch, Path
+from finetune.steps import Batch, Path, Weights
 from finetune.tensors import dtype_bytes
 
 Bucket = Literal["weights", "gradients", "optimizer", "activations", "loss", "temporary", "outside"]
@@ -57,16 +57,21 @@ class Line:
 # ------------------------------------------------------------------------------------------------------------- static
 
 
-def static_lines(method: Method, facts: Facts, dtype: str, optimizer: str, device: str = "cuda") -> list[Line]:
-    """Weights, gradients and optimizer state of one device. Trained parameters are fp32."""
+def static_lines(
+    method: Method, facts: Facts, dtype: str, optimizer: str, device: str = "cuda", held: Weights = ""
+) -> list[Line]:
+    """Weights, gradients and optimizer state of one device. Trained parameters are fp32.
+
+    `held`: how the layers' frozen weights lie there (`steps.Path`).
+    """
     return [
-        *_weights(method, facts, dtype),
+        *_weights(method, facts, dtype, held),
         *_gradients(method, facts),
         *_optimizer(method, facts, optimizer, device),
     ]
 
 
-def _weights(method: Method, facts: Facts, dtype: str) -> list[Line]:
+def _weights(method: Method, facts: Facts, dtype: str, held: Weights) -> list[Line]:
     trained = sum(_size(shape) for _, shape in trained_tensors(method, facts))
     if isinstance(method, Full):
         return [Line("weights", "weights", 4 * trained, f"4 bytes x {trained:,} (fp32, the master copy)")]
@@ -77,8 +82,14 @@ def _weights(method: Method, facts: Facts, dtype: str) -> list[Line]:
         lines.append(Line("weights", "4-bit weights", stored.packed, f"0.5 bytes x {stored.packed_parameters:,}"))
         kind = "8 bit per 64 weights, fp32 per 16,384" if method.double_quant else "fp32 per 64 weights"
         lines.append(Line("weights", "quantisation constants", stored.constants + stored.tables, kind))
-    name = "other weights" if isinstance(method, QLoRA) else "frozen weights"
-    lines.append(Line("weights", name, stored.plain, f"{each:g} bytes x {stored.plain_parameters:,}"))
+    plain, name = stored.plain_parameters, "other weights" if isinstance(method, QLoRA) or held else "frozen weights"
+    if held:
+        sizes = [linear.out_features * linear.in_features for linear in facts.linears()]
+        kind = "1 byte + 2 x fp16 per 32 weights, as in the file" if held == "blocks" else "2 bytes, as in the file"
+        total = sum(sum(held_sizes(size, held)) for size in sizes)
+        lines.append(Line("weights", "layers' weights", total, f"({kind}) x {sum(sizes):,}"))
+        plain -= sum(sizes)
+    lines.append(Line("weights", name, int(plain * each), f"{each:g} bytes x {plain:,}"))
     lines.append(Line("weights", "adapter", 4 * trained, f"4 bytes x {trained:,} (fp32)"))
     return lines
 
@@ -154,9 +165,9 @@ def account(method: Method, facts: Facts, batch: Batch, path: Path) -> Account:
     peak = ledger.peak(*PHASES)
     held = list(ledger.held(peak))
     estimated = not decoder.is_exact(facts, method)
-    key = ("static", repr(method), path.weights, path.optimizer, path.device)
+    key = ("static", repr(method), path.weights, path.optimizer, path.device, path.held)
     if key not in facts.memo:
-        facts.memo[key] = static_lines(method, facts, path.weights, path.optimizer, path.device)
+        facts.memo[key] = static_lines(method, facts, path.weights, path.optimizer, path.device, path.held)
     static: list[Line] = facts.memo[key]
     alive_gradients = sum(block.size * block.count for block in held if block.bucket == "gradients")
     lines = [_placed(line, alive_gradients) for line in static]

@@ -1,6 +1,7 @@
 """The very model of a recipe on the meta device: shapes, types and autograd, and not a byte of memory.
 
-from_config on meta -> 4-bit layers with hand-made constants -> peft's adapter -> trained parameters in fp32
+from_config on meta -> 4-bit layers with hand-made constants, or weights as in their file -> peft's adapter
+-> trained parameters in fp32
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from finetune import method as methods
 from finetune.errors import ModelError
 from finetune.facts import Facts
 from finetune.recipe import Full, Method, QLoRA
+from finetune.steps import Weights
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +38,19 @@ def model_config(facts: Facts) -> PreTrainedConfig:
 
 
 def meta_model(
-    config: PreTrainedConfig, method: Method, facts: Facts, *, dtype: str, attention: str, upcast: bool = False
+    config: PreTrainedConfig,
+    method: Method,
+    facts: Facts,
+    *,
+    dtype: str,
+    attention: str,
+    upcast: bool = False,
+    held: Weights = "",
 ) -> PreTrainedModel | Any:
     """The model as `load_model` would give it to the trainer, on the meta device.
 
     `attention` is transformers' name (eager, sdpa). With `upcast`, 16-bit weights become fp32 as peft's
-    `prepare_model_for_kbit_training` makes them.
+    `prepare_model_for_kbit_training` makes them. `held`: how the layers' weights lie in memory.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -53,6 +62,8 @@ def meta_model(
         if isinstance(method, QLoRA):
             _in_4_bits(model, method, compute=getattr(torch, _compute_dtype(method, dtype)))
         model.requires_grad_(isinstance(method, Full))
+        if held and not isinstance(method, Full):
+            _hold(model, held)
         if upcast:
             for parameter in model.parameters():
                 if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -65,6 +76,22 @@ def meta_model(
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
     return model.train()
+
+
+def _hold(model: Any, how: Weights) -> None:
+    """What `fast.held` makes of the layers' weights."""
+    import torch
+
+    from finetune.fast.held import Held, linears_of, put
+    from finetune.gguf_blocks import BLOCK
+
+    for _, layer in linears_of(model):
+        rows, columns = layer.weight.shape
+        if how == "half":
+            put(layer, torch.empty(rows, 2 * columns, dtype=torch.uint8), Held(torch.bfloat16))
+        else:
+            scale, offset = (torch.empty(rows, columns // BLOCK, 1, dtype=torch.float16) for _ in range(2))
+            put(layer, torch.empty(rows, columns, dtype=torch.uint8), Held(scale=scale, offset=offset))
 
 
 def _compute_dtype(method: QLoRA, dtype: str) -> str:
@@ -124,7 +151,10 @@ def _constants(shape: torch.Size, compute: torch.dtype, method: QLoRA) -> Any:
 
 
 def constants_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that a 4-bit layer keeps beside its packed weight."""
+    """The tensors that a layer keeps beside its packed or held weight."""
+    from finetune.fast.held import tensors_of
+
+    yield from tensors_of(module)
     state = getattr(getattr(module, "weight", None), "quant_state", None)
     if state is not None:
         yield state.absmax

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.errors import InputError
 from finetune.facts import Facts, Linear
+from finetune.gguf_blocks import BLOCK as GGUF_BLOCK
 from finetune.recipe import Full, LoRA, Method, QLoRA, Recipe
+from finetune.steps import Weights
 from finetune.tensors import TOWER, Tensor, dtype_bytes, group_of
 
 if TYPE_CHECKING:
@@ -294,6 +296,16 @@ def storage_bytes(method: Method, facts: Facts, dtype: str) -> Storage:
         plain_parameters=plain,
         plain=int(plain * dtype_bytes(dtype)),
     )
+
+
+def held_sizes(size: int, held: Weights) -> list[int]:
+    """Bytes of the tensors that hold a weight of `size` values as its file does (`fast.held`).
+
+    blocks: a byte a code, then fp16 scales and offsets; half: the 16-bit numbers.
+    """
+    if held == "blocks":
+        return [size, 2 * (size // GGUF_BLOCK), 2 * (size // GGUF_BLOCK)]
+    return [2 * size]
 
 
 def constant_bytes(size: int, *, double_quant: bool) -> int:

@@ -12,6 +12,7 @@ from finetune import embedded, method
 from finetune.device import Device, cpu_device, described, known_card
 from finetune.errors import FinetuneError, InputError, ModelError
 from finetune.facts import Facts
+from finetune.paths import held_of
 from finetune.recipe import Full, QLoRA, Recipe
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_base(recipe: Recipe, folder: Path, *, quantized: bool = True) -> PreTrainedModel:
-    """The bare model on this process's device, in the recipe's dtype; 4-bit when the method is QLoRA."""
+def load_base(recipe: Recipe, folder: Path, *, quantized: bool = True, dtype: str | None = None) -> PreTrainedModel:
+    """The bare model on this process's device, in `dtype` or the recipe's; 4-bit when the method is QLoRA."""
     import torch
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {
-        "dtype": getattr(torch, recipe.load.dtype),
+        "dtype": getattr(torch, dtype or recipe.load.dtype),
         "attn_implementation": recipe.load.attention,
         "trust_remote_code": recipe.load.trust_remote_code,
         "device_map": {"": training_device()},
@@ -133,12 +134,28 @@ def load_model(recipe: Recipe, folder: Path, facts: Facts) -> PreTrainedModel | 
 
     Adapters are fp32 whatever the base is: in bf16 a small update rounds away and is lost.
     """
-    model = load_base(recipe, folder)
+    model = _with_held_weights(recipe, folder, facts)
     model.config.use_cache = False
     if isinstance(recipe.method, Full):
         model.requires_grad_(True)
         return model
     return attach_adapter(model, recipe, facts)
+
+
+def _with_held_weights(recipe: Recipe, folder: Path, facts: Facts) -> PreTrainedModel:
+    """The bare model, its layers' weights as in their file where `fast.held` runs them."""
+    how = held_of(recipe, facts, real_device())
+    if not how:
+        return load_base(recipe, folder)
+    from finetune.fast.held import hold_blocks, hold_half
+
+    if how == "blocks":
+        model = load_base(recipe, folder)
+        hold_blocks(model, folder)
+    else:
+        model = load_base(recipe, folder, dtype={"BF16": "bfloat16", "F16": "float16"}[facts.tensors[0].dtype])
+        hold_half(model)
+    return model
 
 
 def attach_adapter(model: PreTrainedModel, recipe: Recipe, facts: Facts) -> PeftModel:

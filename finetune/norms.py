@@ -27,9 +27,10 @@ class Norms:
         self.casting = False  # inside the forward pass, where autocast keeps low copies of trained weights
         self.low_copies: dict[int, Tensor] = {}
         self.stored = int(dtype_bytes("float32" if path.upcast or isinstance(method, Full) else path.weights))
+        self.held = path.held if not isinstance(method, Full) else ""
         self.compute = int(dtype_bytes(path.weights))  # what 4-bit weights are unpacked to
         self.low = int(dtype_bytes(path.autocast)) if path.autocast else 0
-        self.grouped = path.grouped and batch.tokens >= FEW_TOKENS
+        self.grouped = path.grouped and (batch.tokens >= FEW_TOKENS or bool(path.held))
         self.last = path.last and not path.checkpointing and batch.flat and batch.supervised >= FEW_TOKENS
         # peft's 4-bit layer leaves types to autocast if `torch.is_autocast_enabled()` (peft/tuners/lora/bnb.py).
         # Without a device that asks for CUDA's: on a CPU it casts all the same.

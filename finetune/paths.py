@@ -13,8 +13,8 @@ from finetune.device import Device
 from finetune.facts import Facts
 from finetune.heads import head_is_frozen, logits_of
 from finetune.method import why_alone
-from finetune.recipe import Full, Recipe
-from finetune.steps import Attention, Batch, Loss, Path
+from finetune.recipe import Full, LoRA, Recipe
+from finetune.steps import Attention, Batch, Loss, Path, Weights
 
 # Families whose masks follow position_ids in eager and sdpa attention; each is tested against separate rows.
 KEEPS_ROWS_APART = ("llama", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "phi3")
@@ -140,6 +140,7 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         turned=turned_of(recipe, facts, device),
         blocks=blocks_of(recipe, facts, device),
         last=not checkpointing and last_of(recipe, facts, device),
+        held=held_of(recipe, facts, device),
         **card,
     )
 
@@ -178,6 +179,23 @@ def last_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
     kind = facts.model_type in ("llama", "mistral", "qwen2", "gemma")
     flat = attention_of(recipe, facts, device) == "documents"
     return kind and flat and recipe.fast.tail and loss_of(recipe, facts, device) == "onepass"
+
+
+def held_of(recipe: Recipe, facts: Facts, device: Device) -> Weights:
+    """How the layers' frozen weights lie in memory: "" in the type of the products, else as in their file."""
+    return may_hold(recipe, facts, device) if recipe.fast.weights is True else ""
+
+
+def may_hold(recipe: Recipe, facts: Facts, device: Device) -> Weights:
+    """What `held_of` is with `fast.weights`: products are fp32, and nobody but `fast.adapter` runs them."""
+    method, known = recipe.method, facts.model_type in KEEPS_ROWS_APART and not facts.has_towers
+    wide = recipe.load.dtype == "float32" and recipe.train.precision == "fp32" and device.kind == "cpu"
+    alone = not isinstance(method, LoRA) or method.modules_to_save or why_alone(recipe, facts)
+    if alone or not (wide and known):
+        return ""
+    if facts.blocks:
+        return "blocks"
+    return "half" if {tensor.dtype for tensor in facts.tensors} in ({"BF16"}, {"F16"}) else ""
 
 
 def loss_of(recipe: Recipe, facts: Facts, device: Device) -> Loss:

@@ -15,7 +15,7 @@ from finetune.facts import Facts, read_facts
 from finetune.footprint import LIBRARIES, disk_lines, host_lines
 from finetune.memory import BUCKETS, CONTEXT, Account, Line, account
 from finetune.method import saved_tensors, target_modules, trainable_parameters
-from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, packing_of, path_of
+from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, may_hold, packing_of, path_of
 from finetune.recipe import Full, QLoRA, Recipe, load_recipe
 from finetune.speed import Speed, speed_of
 from finetune.steps import Batch, Path
@@ -23,6 +23,7 @@ from finetune.steps import Batch, Path
 _NO_SDPA = ("gemma2",)  # softcapped scores: transformers offers no sdpa for them
 _ROWS_CPU, _ROWS_CUDA = 8, 32  # more rows per pass gain no speed
 _ENOUGH = 2048  # tokens per pass from which a GPU is busy
+_WORTH_HOLDING = 1 / 3  # of the peak: from there on weights that are made dense for each product are worth the time
 _SPARE = 0.05  # of what comes and goes: free pieces between the allocator's blocks
 _CPU_ROOM = 0.9  # of a machine's memory; the rest is the system's
 CARDS = (8, 12, 16, 24, 40, 48, 80, 141)
@@ -189,6 +190,11 @@ def resolve(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | Non
 
     for part, field, value, because in _answers(recipe, facts, device):
         settle(part, field, value, because)
+    if recipe.fast.weights == "auto":
+        found, because = _weights(recipe, facts, device, lengths)
+        if may_hold(recipe, facts, device):
+            settle("fast", "weights", found, because)
+        recipe = changed(recipe, "fast.weights", found)
     if "auto" in (recipe.train.micro_batch, recipe.train.checkpointing):
         micro, checkpointing, because = _batch(recipe, facts, device, lengths)
         settle("train", "micro_batch", micro, because)
@@ -325,6 +331,27 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
 
 
 # -------------------------------------------------------------------------------------------- rows and recomputing
+
+
+def _weights(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[bool, str]:
+    """Whether the layers' weights lie as in their file. Blocks cost more time than 16 bits, and must be worth it."""
+    how = may_hold(recipe, facts, device)
+    if how != "blocks":
+        return bool(how), "16-bit weights are half as large; costs at most 3 % more time"
+    sizes = []
+    for value in (False, True):
+        trial = changed(recipe, "fast.weights", value)
+        if "auto" in (trial.train.micro_batch, trial.train.checkpointing):
+            micro, checkpointing, _ = _batch(trial, facts, device, lengths)
+            trial = changed(changed(trial, "train.micro_batch", micro), "train.checkpointing", checkpointing)
+        sizes.append(planned(trial, facts, device, lengths))
+    plain, held = sizes
+    if held.micro_batch > plain.micro_batch or held.path.checkpointing != plain.path.checkpointing or not plain.fits:
+        return True, "more fits that way; costs about 5 % more time"
+    spared = 1 - held.account.peak / plain.account.peak
+    if spared < _WORTH_HOLDING:
+        return False, f"it would spare {spared:.0%} of the peak, and cost about 5 % more time"
+    return True, f"it spares {spared:.0%} of the peak; costs about 5 % more time"
 
 
 def _batch(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[int, bool | int, str]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 Attention = Literal["eager", "math", "cpu", "documents", "flash", "efficient"]
 Loss = Literal["onepass", "supervised", "tiled", "library"]
+Weights = Literal["", "half", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Path:
     turned         `documents` attention turns queries and keys itself
     blocks         `documents` attention goes backward in blocks of queries and keeps no output (`fast.blocks`)
     last           the last layer's MLP runs on supervised positions only (`fast.last`)
+    held           the layers' frozen weights lie as in their file (`fast.held`): half (16 bits), blocks (of GGUF)
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
     """
@@ -84,5 +86,6 @@ class Path:
     turned: bool = False
     blocks: bool = False
     last: bool = False
+    held: Weights = ""
     capability: tuple[int, int] = (8, 9)
     multiprocessors: int = 128

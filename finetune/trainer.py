@@ -232,12 +232,13 @@ def build_trainer(
         logits = None
     log.info(
         "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products with frozen fp32 weights: %s. "
-        "Last MLP: %s.",
+        "Frozen weights of the layers: %s. Last MLP: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention + (", backward in blocks" if path.blocks else ""),
         why_alone(recipe, facts) or "together where they share an input",
         "keep what they take in" if path.lean else "transformers' own",
         "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",
+        "as in their file, dense one product at a time" if path.held else "in the type of the model",
         "supervised positions" if path.last and logits is not None else "all positions",
     )
     if path.last and logits is not None:

@@ -58,8 +58,8 @@ PACKAGES = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate"
 class Case:
     """One training step to be measured: a model, a method and the shape of a micro-batch.
 
-    `random`: weights are drawn on the device instead of read. `padded`: rows of unequal length. `environment`: set
-    for this case's process.
+    `random`: weights are drawn on the device instead of read. `padded`: rows of unequal length. `held`: products
+    are fp32 and the layers' weights lie as in their file. `environment`: set for this case's process.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Case:
     attention: str = "auto"
     padded: bool = False
     random: bool = False
+    held: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -95,6 +96,8 @@ CASES: tuple[Case, ...] = (
     Case("dora", SMOLLM2, {**LORA, "variant": "dora"}),
     Case("lora-flat", SMOLLM2, LORA, rows=4, length=128),
     Case("lora-flat-checkpointing", SMOLLM2, LORA, rows=4, length=128, checkpointing=True),
+    Case("lora-held", SMOLLM2, LORA, held=True),
+    Case("lora-qv-held-checkpointing", SMOLLM2, QV, held=True, checkpointing=True),
     Case("lora-eager", SMOLLM2, LORA, attention="eager"),
 )
 """On a CPU several rows in a micro-batch are laid flat; padded ones exist on a GPU only."""
@@ -114,9 +117,15 @@ def recipe_of(case: Case) -> Recipe:
         {
             "model": case.model,
             "method": dict(case.method),
-            "load": {"attention": case.attention},
+            "load": {"attention": case.attention, "dtype": "float32" if case.held else "auto"},
+            "fast": {"weights": case.held or "auto"},
             "data": {"train": "random.jsonl", "max_length": case.length},
-            "train": {"batch_size": case.rows, "micro_batch": case.rows, "checkpointing": case.checkpointing},
+            "train": {
+                "batch_size": case.rows,
+                "micro_batch": case.rows,
+                "checkpointing": case.checkpointing,
+                "precision": "fp32" if case.held else "auto",
+            },
         }
     )
 

@@ -32,6 +32,13 @@ CASES: dict[str, tuple[Method, Batch, StepPath]] = {
     "lora, bf16, long": (LORA, Batch(1, 512, 20), cpu(**LOW)),
     "lora, bf16, checkpointing": (LORA, BATCH, cpu(**LOW, **AGAIN)),
     "lora, bf16 beside fp32": (LORA, BATCH, cpu(autocast="bfloat16")),
+    "lora, 16-bit weights": (LORA, BATCH, cpu(held="half")),
+    "lora, 16-bit weights, checkpointing": (LORA, BATCH, cpu(held="half", **AGAIN)),
+    "lora, 16-bit weights, few tokens": (LORA, Batch(1, 24, 20), cpu(held="half")),
+    "lora, blocks": (LORA, BATCH, cpu(held="blocks")),
+    "lora, blocks, accumulating": (LORA, BATCH, cpu(held="blocks", accumulates=True)),
+    "lora, blocks, few tokens": (LORA, Batch(1, 24, 20), cpu(held="blocks")),
+    "q and v, blocks": (QV, BATCH, cpu(held="blocks")),
     "qlora": (QLORA, BATCH, cpu()),
     "qlora, one scale": (QLORA.model_copy(update={"double_quant": False}), BATCH, cpu()),
     "qlora, bf16": (LOW_QLORA, BATCH, cpu(**LOW)),
@@ -82,6 +89,19 @@ def test_other_families_agree_with_their_trace(model_type: str) -> None:
             traced = simulate(facts, method, Batch(2, 192, 200), path).peak.bytes
             found = account(method, facts, Batch(2, 192, 200), path)
             assert found.peak == pytest.approx(traced, rel=0.005)
+
+
+@pytest.mark.parametrize("how", ["half", "blocks"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral", "qwen2"])
+def test_held_weights_agree_with_their_trace(model_type: str, how: str) -> None:
+    facts = small(model_type, inner=704)
+    cpu_path = StepPath("cpu", "float32", None, "eager" if model_type == "gemma2" else "cpu", "onepass", 0,
+                        "adamw_torch_fused", grouped=True, lean=True, held=how)  # type: ignore[arg-type]  # fmt: skip
+    for method in (LORA, QV):
+        for batch in (Batch(2, 192, 200), Batch(1, 20, 19)):
+            for path in (cpu_path, replace(cpu_path, checkpointing=1), replace(cpu_path, held="")):
+                traced = simulate(facts, method, batch, path).peak.bytes
+                assert account(method, facts, batch, path).peak == pytest.approx(traced, rel=0.005)
 
 
 def test_it_keeps_less_than_peft_wherever_products_are_narrower_than_adapters() -> None:

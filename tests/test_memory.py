@@ -291,12 +291,12 @@ def test_the_lines_of_an_account_add_up_to_its_peak(llama: Facts, gemma: Facts) 
                 assert found.phases["load"] < found.phases["optimizer"] <= found.peak
 
 
-def small(model_type: str) -> Facts:
+def small(model_type: str, inner: int = 700) -> Facts:
     """A model of four narrow layers, known by its shapes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        model_type, vocab_size=4000, hidden_size=256, intermediate_size=700, num_hidden_layers=4, head_dim=32,
+        model_type, vocab_size=4000, hidden_size=256, intermediate_size=inner, num_hidden_layers=4, head_dim=32,
         num_attention_heads=8, num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from finetune.facts import Facts, facts_of, read_facts
 from finetune.memory import BUCKETS
 from finetune.method import lora_config, trained_tensors
 from finetune.paths import Lengths
-from finetune.plan import Plan, plan, require_fit, resolve
+from finetune.plan import Plan, changed, plan, require_fit, resolve
 from finetune.recipe import Optimizer, Recipe, load_recipe, parse_recipe, shipped_recipes
 
 GIB = 2**30
@@ -306,7 +307,10 @@ def test_types_and_optimizers(kind: str, device: Device, precision: str, dtype: 
     answer, planned = resolved(recipe(kind, SMALL), device)
     assert (answer.train.precision, answer.load.dtype, answer.train.optimizer) == (precision, dtype, optimizer)
     fields = [choice.field for choice in planned.choices]
-    assert sorted(fields) == sorted(ALWAYS | ({"method.compute_dtype"} if kind == "qlora" else set()))
+    more = {"method.compute_dtype"} if kind == "qlora" else set()
+    if (kind, device) == ("lora", CPU):
+        more.add("fast.weights")
+    assert sorted(fields) == sorted(ALWAYS | more)
     given = dict(words(answer.model_dump()))
     assert all(given[choice.field] == choice.value for choice in planned.choices)
 
@@ -315,10 +319,34 @@ def test_what_the_user_wrote_stays() -> None:
     asked = recipe(
         "qlora", SMALL, train__precision="fp32", load__dtype="float16", load__attention="eager",
         train__optimizer="sgd", train__micro_batch=2, train__checkpointing="true", method__compute_dtype="float32",
-        data__packing="false",
+        data__packing="false", fast__weights="false",
     )  # fmt: skip
     answer, planned = resolved(asked, H100)
     assert (answer, planned.choices) == (asked, ())
+
+
+@pytest.mark.parametrize(
+    ("length", "rows", "memory", "holds", "because"),
+    [
+        (64, 1, 16, True, "it spares 4"),
+        (512, 1, 16, False, "it would spare 31%"),
+        (2048, 1, 1.5, True, "more fits that way"),
+    ],
+)
+def test_weights_lie_as_in_their_file_where_that_is_worth_the_time(
+    length: int, rows: int, memory: float, holds: bool, because: str
+) -> None:
+    device = dataclasses.replace(CPU, memory=int(memory * 2**30))
+    asked = recipe("lora", SMALL, data__max_length=length, train__micro_batch=rows, train__batch_size=rows)
+    answer, planned = resolved(asked, device)
+    choice = next(choice for choice in planned.choices if choice.field == "fast.weights")
+    assert (answer.fast.weights, choice.value, choice.because[: len(because)]) == (holds, holds, because)
+    other = resolved(changed(asked, "fast.weights", not holds), device)[1]
+    if memory == 16:
+        spared = abs(planned.account.peak - other.account.peak)
+        assert spared == 106_168_320 * 4 - 106_168_320 * (1 + 2 / 16)
+    else:
+        assert (planned.fits, other.fits) == (True, False)
 
 
 def test_resolving_twice_changes_nothing() -> None:

@@ -63,6 +63,8 @@ def real_step(facts: Facts, method: Method, batch: Batch, path: StepPath) -> tup
     model.config.use_cache = False
     if isinstance(method, QLoRA):
         pack(model, method)
+    if path.held:
+        hold(model, path.held)
     if not isinstance(method, Full):
         from peft import get_peft_model
 
@@ -98,6 +100,19 @@ def real_step(facts: Facts, method: Method, batch: Batch, path: StepPath) -> tup
     with Gauge("cpu") as gauge:
         step()
     return gauge.peak - before, dataclasses.replace(batch, supervised=int((labels[:, 1:] != IGNORED).sum()))
+
+
+def hold(model: Any, how: str) -> None:
+    from finetune.fast.held import Held, linears_of, put
+
+    for _, layer in linears_of(model):
+        rows, columns = layer.weight.shape
+        if how == "half":
+            put(layer, layer.weight.data.bfloat16().view(torch.uint8), Held(torch.bfloat16))
+        else:
+            codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+            scale, offset = (torch.full((rows, columns // 32, 1), 0.01, dtype=torch.float16) for _ in range(2))
+            put(layer, codes, Held(scale=scale, offset=offset))
 
 
 def pack(model: Any, method: QLoRA) -> None:

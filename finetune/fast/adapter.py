@@ -5,7 +5,8 @@
     backward keeps c and x, or what x is made from;  dx = sum_i dy_i W_i + (s_i dy_i B_i)_i [A_q; A_k; A_v]
 
 peft keeps a copy of x in the adapter's type for each layer, and a second product as wide as the output. Weights are
-frozen: they get no gradient and are kept as they lie in memory; 4-bit ones are unpacked again in the backward pass.
+frozen: they get no gradient and are kept as they lie in memory; 4-bit ones, and those that lie as in their file
+(`fast.held`), are made dense again in the backward pass.
 
 `attach` puts a forward of its own on each of peft's layers, and on frozen layers beside them. Module tree, names and
 state_dict stay as they are, and whatever is not plain LoRA (another adapter, merged or switched off, dropout, DoRA,
@@ -24,6 +25,7 @@ import torch  # noqa: TID253
 from torch.autograd.function import once_differentiable  # noqa: TID253
 
 from finetune.fast.again import what_to_keep
+from finetune.fast.held import Held, held
 from finetune.fast.products import LONGEST_FORWARD, back, product
 from finetune.method import FEW_TOKENS
 
@@ -36,8 +38,8 @@ SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class Linears(NamedTuple):
     """Layers that read one input, as the passes of an autograd function see them.
 
-    `adapted` are the places of those with an adapter, `scales` theirs; `states` are of 4-bit weights. `quick`: the
-    forward pass may sum in an order of its own.
+    `adapted` are the places of those with an adapter, `scales` theirs; `states` say how to read weights that are
+    packed in 4 bits or held as in their file. `quick`: the forward pass may sum in an order of its own.
     """
 
     layers: tuple[Any, ...]
@@ -50,7 +52,8 @@ class Linears(NamedTuple):
     def of(cls, layers: Any, *, quick: bool = True) -> Linears:
         """Reads the layers as they are now."""
         adapted = tuple(n for n, layer in enumerate(layers) if base_of(layer) is not layer)
-        states = tuple(getattr(base_of(layer).weight, "quant_state", None) for layer in layers)
+        weights = [base_of(layer).weight for layer in layers]
+        states = tuple(held(weight) or getattr(weight, "quant_state", None) for weight in weights)
         return cls(tuple(layers), adapted, tuple(_scale(layers[n]) for n in adapted), states, quick)
 
     @property
@@ -149,11 +152,13 @@ def adapters_of(layers: Any) -> list[Any]:
 
 def _base_output(base: Any, inner: Any, quick: bool) -> Any:
     """x W^T + bias, summed as every other trainer does unless `quick`; a 4-bit layer unpacks its own weight."""
-    if type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype:
+    how = held(base.weight)
+    if how is None and (type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype):
         return base(inner)
+    weight = base.weight if how is None else how.dense(base.weight, inner.dtype)
     if quick and base.bias is None and base.in_features <= LONGEST_FORWARD:
-        return product(inner, base.weight)
-    return torch.nn.functional.linear(inner, base.weight, base.bias)  # its own forward may be one of ours
+        return product(inner, weight)
+    return torch.nn.functional.linear(inner, weight, base.bias)  # its own forward may be one of ours
 
 
 def _flat(x: Any) -> Any:
@@ -173,6 +178,8 @@ def _parts(x: Any, a: Any) -> Any:
 
 def _dense(weight: Any, state: Any, dtype: Any) -> Any:
     """The frozen weight [out, in] in the type of the products."""
+    if isinstance(state, Held):
+        return state.dense(weight, dtype)
     if state is None:
         return weight.to(dtype)
     from bitsandbytes.functional import dequantize_4bit
@@ -290,19 +297,25 @@ class _Forward:
 
     def __init__(self, group: _Group, place: int) -> None:
         self.group, self.place = group, place
+        layer = group.layers[place]
+        self.own = layer.__dict__.get("forward")  # of a held weight
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = self.group.layers[self.place]
-        if not (args or kwargs) and enough(x) and why_not(layer) is None:
+        if not (args or kwargs) and why_not(layer) is None and enough(x, layer):
             low = products_type(x)
             if same_types(layer, x, low):
                 return self.group.run(self.place, x, low)
-        return type(layer).forward(layer, x, *args, **kwargs)
+        return type(layer).forward(layer, x, *args, **kwargs) if self.own is None else self.own(x)
 
 
-def enough(x: Any) -> bool:
-    """Whether an input is worth the search for what runs together."""
-    return bool(x.numel() >= FEW_TOKENS * x.shape[-1] and not x.is_inference())
+def enough(x: Any, layer: Any) -> bool:
+    """Whether an input is worth the search for what runs together. With a held weight it is for any gradient: what
+    autograd keeps is dense."""
+    if x.is_inference():
+        return False
+    few = x.numel() < FEW_TOKENS * x.shape[-1]
+    return not few or (torch.is_grad_enabled() and held(base_of(layer).weight) is not None)
 
 
 def products_type(x: Any) -> Any:
@@ -315,7 +328,8 @@ def same_types(layer: Any, x: Any, low: Any) -> bool:
     """Whether results have the types of peft's. Beside a 16-bit base without autocast it computes adapters in fp32;
     a 4-bit layer gives its output the type of its input."""
     if low is None:
-        return bool(x.dtype == (*_adapter(layer), base_of(layer).weight)[0].dtype)
+        first = (*_adapter(layer), base_of(layer).weight)[0]
+        return held(first) is not None or bool(x.dtype == first.dtype)
     return x.dtype == low or type(base_of(layer)) is torch.nn.Linear
 
 
@@ -350,13 +364,16 @@ def attach(model: Any) -> int:
 
 
 def _blocks(model: Any) -> list[Any]:
-    """The modules in those decoder layers that hold an adapter; what belongs to one Linear is not looked into."""
+    """The modules in those decoder layers that have an adapter or a held weight; no Linear is looked into."""
     from peft.tuners.lora import LoraLayer
+
+    def ours(module: Any) -> bool:
+        return isinstance(module, LoraLayer) or held(getattr(module, "weight", None)) is not None
 
     def inside(module: Any) -> list[Any]:
         deeper = [c for c in module.children() if not isinstance(c, (LoraLayer, torch.nn.Linear))]
         return [module, *(found for child in deeper for found in inside(child))]
 
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers = [layer for each in lists for layer in each if any(isinstance(m, LoraLayer) for m in layer.modules())]
+    layers = [layer for each in lists for layer in each if any(map(ours, layer.modules()))]
     return list(dict.fromkeys(module for layer in layers for module in inside(layer)))

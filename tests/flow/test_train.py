@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from finetune.errors import DataError, FinetuneError, RunError
 from finetune.evaluate import evaluate
@@ -158,6 +159,28 @@ def test_checkpointing_changes_nothing_but_memory(base: Path, rows: Path, tmp_pa
     assert all(
         json.loads(line)["grad_norm"] > 0 for line in (again.folder / "metrics.jsonl").read_text().splitlines()
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_that_lie_as_in_their_file_change_nothing_but_memory(rows: Path, tmp_path: Path, dtype: str) -> None:
+    base = tiny_model(tmp_path / "base", dtype=dtype)
+    asked = f"load: {{dtype: float32}}\nevaluate: {{data: {rows}, rows: 4, few_shot: 0, max_new_tokens: 4}}\n"
+    runs = [
+        train(
+            recipe(base, rows, train="precision: fp32", rest=asked + f"fast: {{weights: {way}}}\n"),
+            output=tmp_path / way,
+        )
+        for way in ("false", "auto")
+    ]
+    assert runs[1].recipe().fast.weights is True
+    assert losses(runs[0].folder) == losses(runs[1].folder)
+    plain, held = (load_file(run.adapter / "adapter_model.safetensors") for run in runs)
+    assert all(torch.equal(held[name], plain[name]) for name in plain)
+    assert runs[0].read("evaluation.json") == runs[1].read("evaluation.json")
+    memory = [run.read("result.json")["memory"] for run in runs]
+    weights = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)  # of two layers
+    assert memory[0]["peak_bytes"] - memory[1]["peak_bytes"] == pytest.approx(2 * weights, rel=0.1)
+    assert memory[0]["predicted_bytes"] - memory[1]["predicted_bytes"] == pytest.approx(2 * weights, rel=0.1)
 
 
 @pytest.mark.parametrize(

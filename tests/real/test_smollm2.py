@@ -82,6 +82,30 @@ def test_adapters_train_load_and_merge_exactly(name: str, folder: Path, tmp_path
     assert merged.merged == 210
 
 
+def test_every_layer_can_lie_in_memory_as_the_blocks_of_its_file(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    from finetune.fast.held import held
+    from finetune.model import load_model, real_device
+    from finetune.paths import held_of
+    from finetune.plan import resolve
+
+    sets = ["load.dtype=float32", "train.precision=fp32", "fast.weights=true"]
+    facts = read_facts("smollm2-135m")
+    recipe, _ = resolve(load_recipe("smollm2-lora", sets), facts, real_device())
+    assert held_of(recipe, facts, real_device()) == "blocks"
+    base = load_model(recipe, folder, facts).get_base_model()  # type: ignore[operator]
+    stored = load_file(folder / "model.safetensors")
+    linears = [(name, module) for name, module in base.named_modules() if type(module) is torch.nn.Linear]
+    packed = [(name, module.weight) for name, module in linears if held(module.weight)]
+    assert len(packed) == 210
+    for name, weight in packed:
+        dense = held(weight).dense(weight, torch.float32)  # type: ignore[union-attr]
+        assert torch.equal(dense, stored[f"{name.removesuffix('.base_layer')}.weight"])
+    in_memory = sum(weight.nbytes for _, weight in packed)
+    assert in_memory == 106_168_320  # a byte a weight; scales and offsets are an eighth more
+
+
 def test_full_fine_tuning_trains_every_weight(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -1,0 +1,108 @@
+"""Frozen weights that lie in memory as they lie in their file, and are widened to fp32 one product at a time.
+
+    half      a bf16 or fp16 number is an fp32 number whose last bits are 0      2 bytes a weight instead of 4
+    blocks    w = scale x code + offset, as GGUF's Q4_1 has them (`gguf_blocks`)  1 1/8 bytes
+
+Both give every weight back to the bit, so results are those of fp32 weights. A layer's `weight` is then a tensor of
+bytes with a note how to read it; peft takes it for a packed one and leaves it alone. `hold` does so for the Linear
+layers of a decoder before adapters are attached; embedding, head and norms are fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# This hot module is imported with the adapters.
+import torch  # noqa: TID253
+
+from finetune.gguf_blocks import BLOCK, FILE, PARTS
+
+log = logging.getLogger(__name__)
+
+_NOTE = "_held_by_finetune"
+
+
+class Held(NamedTuple):
+    """How the bytes of a weight are read: as numbers of `low`, or as codes with a scale and an offset a block."""
+
+    low: torch.dtype | None = None
+    scale: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+
+    def dense(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [out, in] in `dtype`."""
+        if self.low is not None:
+            return weight.view(self.low).to(dtype)
+        assert self.scale is not None
+        assert self.offset is not None
+        blocks = weight.view(len(weight), -1, BLOCK).to(torch.float32)
+        blocks.mul_(self.scale.float()).add_(self.offset.float())
+        return blocks.view(weight.shape).to(dtype)
+
+
+class _Forward:
+    """The forward of a Linear layer whose weight is held, where no group of `fast.adapter` runs it."""
+
+    def __init__(self, layer: Any, how: Held) -> None:
+        self.layer, self.how = layer, how
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layer
+        return torch.nn.functional.linear(x, self.how.dense(layer.weight, x.dtype), layer.bias)
+
+
+def held(weight: Any) -> Held | None:
+    """The note on a weight; None where the weight is what it looks like."""
+    return getattr(weight, _NOTE, None)
+
+
+def tensors_of(module: Any) -> Iterator[torch.Tensor]:
+    """What a held weight keeps beside its bytes."""
+    if (how := held(getattr(module, "weight", None))) is not None:
+        yield from (tensor for tensor in (how.scale, how.offset) if tensor is not None)
+
+
+def hold_half(model: Any) -> None:
+    """Hold the Linear layers of a model in 16 bits as they are, and turn everything else into fp32."""
+    for _, layer in linears_of(model):
+        put(layer, layer.weight.data.view(torch.uint8), Held(layer.weight.dtype))
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    model.config.dtype = torch.float32
+
+
+def hold_blocks(model: Any, folder: Path) -> None:
+    """Hold the fp32 weights of a model as the blocks that lie in `folder`, where these are their very bits.
+
+    Whatever was changed since the blocks were written stays as it is.
+    """
+    from safetensors import safe_open
+
+    others = 0
+    with safe_open(folder / FILE, framework="pt") as file:
+        for name, layer in linears_of(model):
+            codes, scale, offset = (file.get_tensor(f"{name}.{part}") for part in PARTS)
+            how = Held(scale=scale, offset=offset)
+            if torch.equal(how.dense(codes, torch.float32), layer.weight):
+                put(layer, codes, how)
+            else:
+                others += 1
+    if others:
+        log.warning("%d weights are not those of %s, so they lie in memory as fp32.", others, folder / FILE)
+
+
+def linears_of(model: Any) -> list[tuple[str, Any]]:
+    """The Linear layers of a decoder by name, without its output head."""
+    head = model.get_output_embeddings()
+    return [(name, m) for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head]
+
+
+def put(layer: Any, data: torch.Tensor, how: Held) -> None:
+    """Let the bytes `data` be the weight of a Linear layer."""
+    layer.weight = torch.nn.Parameter(data, requires_grad=False)
+    setattr(layer.weight, _NOTE, how)
+    layer.forward = _Forward(layer, how)
