@@ -9,14 +9,15 @@ The modules in reading order, which is also the only legal direction of imports:
     tensors       one weight as a header describes it
     weight_files  safetensors files, tensor by tensor
     gguf_header   a GGUF file under Hugging Face's names
+    gguf_blocks   a GGUF file's codes, scales and offsets beside the weights they make
     hub_headers   a model on the hub, without its weights
     facts         what a model is, from its headers
     run           the folder one run leaves behind
     origin        which weights it was trained on
     hub_weights   shards that arrive from the hub while they are used
     device        what this machine can hold
-    method        full, LoRA, QLoRA: targets and trainable counts
     steps         one training step: its micro-batch, and the path through model and loss
+    method        full, LoRA, QLoRA: targets and trainable counts
     allocator     CUDA's caching allocator replayed
     ledger        live bytes through one step
     kernels       what kernels allocate inside themselves
@@ -79,6 +80,7 @@ The modules in reading order, which is also the only legal direction of imports:
     fast.head     the loss on supervised rows only
     fast.blocks   attention's backward pass, by products of blocks
     fast.attention  rows that lie end to end, one by one
+    fast.held     frozen weights as in their file, widened for each product
     fast.adapter  layers that share an input, as one autograd function
     fast.layers   norms and gated MLPs that keep little
     fast.host     freed memory stays with the process
