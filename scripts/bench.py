@@ -41,6 +41,7 @@ OUT = Path(__file__).parents[1] / "docs" / "benchmarks"
 THREADS = 2
 LOSS_LIMIT, GRADIENT_LIMIT, CURVE_LIMIT = 1e-5, 1e-4, 5e-3
 LIMITS = LOSS_LIMIT, GRADIENT_LIMIT
+SEEDS = 100  # among which a typical one is looked for
 GRADIENT_TARGET = 1e-5
 SHIFTED = "trl-best, labels of one row moved"
 BY_TORCH = "finetune, products: false"
@@ -110,8 +111,9 @@ def make(
 ) -> dict[str, Any]:
     """Write what every arm of a job gets: recipe, finished rows step by step, the adapter they start from.
 
-    The rows of each step are those that the toolkit's own trainer takes; inside a step they are dealt anew. `adapter`
-    is a folder to copy instead of drawing one.
+    The rows of each step are those that the toolkit's own trainer takes; inside a step they are dealt anew. Their
+    seed is one whose few timed steps are like all others (`_typical`). `adapter` is a folder to copy instead of
+    drawing one.
     """
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")  # prepared here once, then found by every process
     from dataclasses import asdict
@@ -146,16 +148,20 @@ def make(
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": str(rows)})})
     data, facts = prepare(recipe, tokenizer), read_facts(recipe.model)
     found, plan = resolve(recipe, facts, real_device(), of_rows(data.train, "the rows"))
-    order, dice = EpochOrder(data.train.lengths, found.train, flat=lies_flat(found)), random.Random(7)
+    flat = lies_flat(found)
+    found = found.model_copy(update={"train": _typical(job, data.train, found.train, steps, flat=flat)})
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": found.train.seed})})
+    order, dealt = (
+        EpochOrder(data.train.lengths, found.train, flat=flat),
+        _dealt(data.train, found.train, steps, flat),
+    )
     path, apart = replace(plan.path, checkpointing=0), plan.path.attention == "documents"
     # Without its last MLP at a position that predicts nothing, one of the positions that run is this much less.
     sizes_of = {linear.name: linear.out_features * linear.in_features for linear in facts.linears()}
     last_mlp = sum(size for name, size in sizes_of.items() if f".{facts.layers - 1}.mlp." in name)
     unscored = last_mlp / sum(sizes_of.values()) if path.last else 0.0
     taken, counts = [], []
-    for step in range(1, steps + 1):
-        numbers = order.rows_of(step)
-        dice.shuffle(numbers)
+    for step, numbers in enumerate(dealt, 1):
         step_rows = [{"input_ids": data.train[n].input_ids, "labels": data.train[n].labels} for n in numbers]
         sizes = [(len(row["labels"]), supervised_in(row["labels"])) for row in step_rows]
         flop = sum(length * flop_per_token(found.method, facts, path, length, s / length) for length, s in sizes)
@@ -166,6 +172,7 @@ def make(
         counts.append(
             {
                 "tokens": tokens, "supervised": supervised, "flop": flop, "flop_head": head,
+                "padded": _padded([length for length, _ in sizes], job.micro),
                 "run": run - unscored * (run - supervised),
             }
         )  # fmt: skip
@@ -181,6 +188,45 @@ def make(
         shutil.copytree(adapter, folder / "adapter")
     (folder / "work.json").write_text(json.dumps(work), encoding="utf-8")
     return work
+
+
+def _dealt(rows: Any, train: Any, steps: int, flat: bool) -> Iterator[list[int]]:
+    """The rows of each step by number, as arms that do not sort them take them."""
+    from finetune.batches import EpochOrder
+
+    order, dice = EpochOrder(rows.lengths, train, flat=flat), random.Random(7)
+    for step in range(1, steps + 1):
+        numbers = order.rows_of(step)
+        dice.shuffle(numbers)
+        yield numbers
+
+
+def _padded(lengths: Sequence[int], micro: int) -> int:
+    """Tokens of a step whose passes are padded to their longest row."""
+    parts = [lengths[start : start + micro] for start in range(0, len(lengths), micro)]
+    return sum(len(part) * max(part) for part in parts)
+
+
+def _typical(job: Job, rows: Any, train: Any, steps: int, *, flat: bool) -> Any:
+    """`train` with that one of 100 seeds whose timed steps are nearest to what all of them have in the mean: in
+    tokens, supervised ones and padding. A few steps of any seed may have a tenth more or less of it than an epoch.
+    """
+    supervised = [supervised_in(row.labels) for row in map(rows.__getitem__, range(len(rows)))]
+    found = {}
+    for seed in range(train.seed, train.seed + SEEDS):
+        trial = train.model_copy(update={"seed": seed})
+        timed = list(_dealt(rows, trial, steps, flat))[1:-1] or list(_dealt(rows, trial, steps, flat))
+        found[trial.seed] = (
+            sum(rows.lengths[n] for numbers in timed for n in numbers),
+            sum(supervised[n] for numbers in timed for n in numbers),
+            sum(_padded([rows.lengths[n] for n in numbers], job.micro) for numbers in timed),
+        )
+    means = [statistics.mean(column) for column in zip(*found.values(), strict=True)]
+
+    def apart(seed: int) -> float:
+        return max(abs(value / mean - 1) for value, mean in zip(found[seed], means, strict=True))
+
+    return train.model_copy(update={"seed": min(found, key=apart)})
 
 
 def _run_by_us(numbers: Sequence[int], rows: Any, micro: int) -> int:
@@ -814,12 +860,13 @@ def summarize(found: dict[str, Any], counts: Sequence[Mapping[str, float]], top:
     """
     runs, arms = found["runs"], {}
     done = counts[1 : 1 + found["steps"]]
-    total = {key: sum(count[key] for count in done) for key in ("tokens", "supervised", "flop", "flop_head", "run")}
+    keys = ("tokens", "padded", "supervised", "flop", "flop_head", "run")
+    total = {key: sum(count[key] for count in done) for key in keys}
     rest = total["flop"] - total["flop_head"]
     least = {key: rest / top[f"layers{key}"] + total["flop_head"] / top[f"head{key}"] for key in ("", "_cpu")}
     left_out = {key: rest / top[f"layers{key}"] * (1 - total["run"] / total["tokens"]) for key in ("", "_cpu")}
     found |= {
-        **{f"{key}_per_step": total[key] / len(done) for key in ("tokens", "supervised", "flop", "run")},
+        **{f"{key}_per_step": total[key] / len(done) for key in ("tokens", "padded", "supervised", "flop", "run")},
         "ceiling": dict(top), "seconds_at_ceiling": least[""] / len(done),
         "cpu_s_at_ceiling": least["_cpu"] / len(done),
     }  # fmt: skip
@@ -888,8 +935,9 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     """What stands around a job's table."""
     top, job = found["ceiling"], JOBS[name]
     yield (
-        f"{name}: {found['about']}. {found['steps']} steps a process, {found['tokens_per_step']:,.0f} tokens a step, "
-        f"{found['supervised_per_step']:,.0f} of them supervised, {job.batch // job.micro} pass(es)."
+        f"{name}: {found['about']}. {found['steps']} steps a process, {found['tokens_per_step']:,.0f} tokens a step "
+        f"({found['padded_per_step']:,.0f} where passes are padded), {found['supervised_per_step']:,.0f} of them "
+        f"supervised, as in the mean of all steps, {job.batch // job.micro} pass(es)."
     )
     for arm, verdict in found["gate"].items():
         if verdict["refused"]:

@@ -175,7 +175,7 @@ def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
         "about": "rows", "steps": 1, "gate": {}, "runs": {"trl": taken([4, 40, 6]), "finetune": taken([2, 10, 12])},
     }  # fmt: skip
     # After the step to warm up; the toolkit runs three quarters of its tokens.
-    counts = [{}, {"tokens": 100, "supervised": 50, "flop": 3e9, "flop_head": 1e9, "run": 75}]
+    counts = [{}, {"tokens": 100, "padded": 130, "supervised": 50, "flop": 3e9, "flop_head": 1e9, "run": 75}]
     top = {
         "layers": 4e9, "head": 2e9, "layers_cpu": 2e9, "head_cpu": 1e9, "tokens": 100, "supervised": 50,
         "onednn": 5e9,

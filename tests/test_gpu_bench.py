@@ -238,7 +238,7 @@ def results(setup: Any) -> dict[str, Any]:
             for arm, seconds in zip(gpu_bench.ARMS, (1.0, 0.8, 0.5), strict=True)
         }  # fmt: skip
         found = {"steps": 1, "gate": {}, "failed": {}, "runs": taken, "trl_best_checkpoints": False}
-        count = {"tokens": 8192, "supervised": 2728, "flop": 2e14, "flop_head": 1e13, "run": 8192}
+        count = {"tokens": 8192, "padded": 8192, "supervised": 2728, "flop": 2e14, "flop_head": 1e13, "run": 8192}
         top = dict.fromkeys(("layers", "head", "layers_cpu", "head_cpu"), 6e14)
         bench.summarize(found, [{}, count], {**top, "tokens": 8192, "supervised": 2728})
         for row in found["arms"].values():

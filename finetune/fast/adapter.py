@@ -302,7 +302,7 @@ class _Forward:
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = self.group.layers[self.place]
-        if not (args or kwargs) and why_not(layer) is None and enough(x, layer):
+        if not (args or kwargs) and enough(x, layer) and why_not(layer) is None:
             low = products_type(x)
             if same_types(layer, x, low):
                 return self.group.run(self.place, x, low)
@@ -310,12 +310,14 @@ class _Forward:
 
 
 def enough(x: Any, layer: Any) -> bool:
-    """Whether an input is worth the search for what runs together. With a held weight it is for any gradient: what
-    autograd keeps is dense."""
+    """Whether an input is worth the search for what runs together.
+
+    With a held weight every one is that wants a gradient: autograd would keep the weight dense.
+    """
     if x.is_inference():
         return False
-    few = x.numel() < FEW_TOKENS * x.shape[-1]
-    return not few or (torch.is_grad_enabled() and held(base_of(layer).weight) is not None)
+    many = x.numel() >= FEW_TOKENS * x.shape[-1]
+    return bool(many or (torch.is_grad_enabled() and held(getattr(layer, "weight", None)) is not None))
 
 
 def products_type(x: Any) -> Any:

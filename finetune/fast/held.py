@@ -82,16 +82,16 @@ def hold_blocks(model: Any, folder: Path) -> None:
     """
     from safetensors import safe_open
 
-    others = 0
     with safe_open(folder / FILE, framework="pt") as file:
+        there = set(file.keys())
         for name, layer in linears_of(model):
+            if not there.issuperset(f"{name}.{part}" for part in PARTS):
+                continue
             codes, scale, offset = (file.get_tensor(f"{name}.{part}") for part in PARTS)
             how = Held(scale=scale, offset=offset)
             if torch.equal(how.dense(codes, torch.float32), layer.weight):
                 put(layer, codes, how)
-            else:
-                others += 1
-    if others:
+    if others := sum(held(layer.weight) is None for _, layer in linears_of(model)):
         log.warning("%d weights are not those of %s, so they lie in memory as fp32.", others, folder / FILE)
 
 

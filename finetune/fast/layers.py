@@ -156,8 +156,8 @@ class _MLPForward:
         low = products_type(x)
         if (
             torch.is_grad_enabled()
-            and not any(why_not(each) or not same_types(each, x, low) or _hooked(each) for each in layers)
             and enough(x, layers[0])
+            and not any(why_not(each) or not same_types(each, x, low) or _hooked(each) for each in layers)
         ):
             pair, last = layers[:2], layers[2:]
             adapters = *adapters_of(pair), *adapters_of(last)
