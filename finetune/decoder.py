@@ -27,6 +27,8 @@ from finetune.method import (
     SCALE_BLOCK,
     AdapterShape,
     adapter_shapes,
+    held_linears,
+    held_room,
     held_sizes,
     saved_tensors,
     trained_tensors,
@@ -101,7 +103,7 @@ class _Decoder(Heads):
             b = self._parameter("adapter", (linear.out_features, adapter.rank), 4, trained=True)
             if getattr(self.method, "variant", "") == "dora":
                 magnitude = self._parameter("adapter", (linear.out_features,), 4, trained=True)
-        return Weight(weight, isinstance(self.method, QLoRA), a, b, magnitude, self.held)
+        return Weight(weight, isinstance(self.method, QLoRA), a, b, magnitude)
 
     def _likely(self, layer: dict[str, Weight]) -> dict[str, Weight]:
         """A layer of another make, planned as Llama's with the model's own widths; its adapters where they may be."""
@@ -124,7 +126,8 @@ class _Decoder(Heads):
 
     def _enter_weights(self) -> int:
         """Enter everything that lies there before the step. Returns bytes of paged optimizer state."""
-        key = ("resident", repr(self.method), self.stored, self.held, self.path.optimizer, self.path.device)
+        path = self.path
+        key = ("resident", repr(self.method), self.stored, self.held, path.held_every, path.optimizer, path.device)
         if key not in self.facts.memo:
             self.facts.memo[key] = self._resident()
         found, paged = self.facts.memo[key]
@@ -135,11 +138,13 @@ class _Decoder(Heads):
     def _resident(self) -> tuple[Counter[tuple[str, str, int]], int]:
         """How many tensors of each kind and size there are, and the bytes that lie in unified memory."""
         packs = isinstance(self.method, QLoRA)
-        packed = {linear.name for linear in self.facts.linears(towers=True)} if packs or self.held else set()
+        packed = {linear.name for linear in self.facts.linears(towers=True)} if packs else set()
+        every = self.path.held_every
+        held = {linear.name for linear in held_linears(self.facts, every)} if self.held else set()
         found: Counter[tuple[str, str, int]] = Counter()
         for tensor in self.facts.tensors:
             name = _NAMES[group_of(tensor.name)]
-            if self.held and tensor.module in packed and tensor.name.endswith(".weight"):
+            if tensor.module in held and tensor.name.endswith(".weight"):
                 for size in held_sizes(tensor.size, self.held):
                     found["weights", name, size] += 1
             elif tensor.module in packed and tensor.name.endswith(".weight"):
@@ -148,6 +153,8 @@ class _Decoder(Heads):
                     found["weights", "quantisation constants", size] += 1
             else:
                 found["weights", name, tensor.size * self.stored] += 1
+        if self.held:
+            found["weights", "one layer in fp32", held_room(self.facts, every)] += 1
         paged = 0
         for name, shape in self.trained:
             if not self.full:

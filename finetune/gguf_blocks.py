@@ -2,9 +2,9 @@
 
     32 weights of a row = fp16 scale, fp16 offset, 32 codes of 4 bits;   w = scale x code + offset in fp32
 
-`write` lays them into a file of their own, one byte a code, under the names that the layers have in transformers;
-`fast.held` trains beside them. Layout of a block: ggml's `block_q4_1` (the first 16 codes in the low halves of 16
-bytes, the others in the high halves).
+`write` lays them into a file of their own under the names that the layers have in transformers, one byte a code, as
+`fast.held` trains beside them: input by input, so that scales and offsets lie along the outputs as codes do. GGUF's
+block is ggml's `block_q4_1`: the first 16 codes in the low halves of 16 bytes, the others in the high ones.
 """
 
 from __future__ import annotations
@@ -42,26 +42,39 @@ def write(gguf: Path, folder: Path, model: Any) -> int:
         if part not in _LAYERS or tensor.tensor_type != GGMLQuantizationType.Q4_1:
             continue
         name = f"model.layers.{number}.{_LAYERS[part]}"
-        parts = _read(torch.from_numpy(tensor.data.copy()))
+        parts: Any = _read(torch.from_numpy(tensor.data.copy()))
         if part in ("attn_q", "attn_k"):  # llama.cpp turns neighbouring pairs, transformers halves of a head
-            parts = tuple(_halves(each, heads if part == "attn_q" else kv_heads) for each in parts)
-        codes, scale, offset = parts
-        dense = (codes.unflatten(1, (-1, BLOCK)).float() * scale.float() + offset.float()).flatten(1)
-        if torch.equal(dense, model.get_submodule(name).weight):
-            made |= {f"{name}.{kind}": each for kind, each in zip(PARTS, parts, strict=True)}
+            parts = (_halves(each, heads if part == "attn_q" else kv_heads) for each in parts)
+        codes, scale, offset = turned(*parts)
+        if torch.equal(dense(codes, scale, offset, torch.empty(codes.numel())), model.get_submodule(name).weight):
+            made |= {f"{name}.{kind}": each for kind, each in zip(PARTS, (codes, scale, offset), strict=True)}
     save_file(made, folder / FILE)
     return len(made) // len(PARTS)
 
 
-def _read(rows: Any) -> tuple[Any, ...]:
-    """Bytes [out, 20 x blocks] -> codes [out, in] of one byte, scale and offset [out, blocks, 1] in fp16."""
+def dense(codes: Any, scale: Any, offset: Any, room: Any) -> Any:
+    """The weight [out, in] in fp32 of what `turned` returns, written into `room` [in x out]."""
+    import torch
+
+    made = room.view(len(scale), BLOCK, -1)
+    made.copy_(codes.view(made.shape))
+    torch.addcmul(offset, made, scale, out=made)
+    return made.view(codes.shape).t()
+
+
+def turned(codes: Any, scale: Any, offset: Any) -> tuple[Any, Any, Any]:
+    """Codes [out, in], scale and offset [out, blocks] -> codes [in, out], the others in fp32 [blocks, 1, out]."""
+    return codes.t().contiguous(), *(each.float().t().contiguous().unsqueeze(1) for each in (scale, offset))
+
+
+def _read(rows: Any) -> tuple[Any, Any, Any]:
+    """Bytes [out, 20 x blocks] -> codes [out, in] of one byte, scale and offset [out, blocks] in fp16."""
     import torch
 
     blocks = rows.unflatten(1, (-1, 20))
-    scale, offset = (blocks[..., at : at + 2].contiguous().view(torch.float16) for at in (0, 2))
+    scale, offset = (blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1) for at in (0, 2))
     packed = blocks[..., 4:]
-    codes = torch.cat([packed & 15, packed >> 4], -1).flatten(1)
-    return codes, scale, offset
+    return torch.cat([packed & 15, packed >> 4], -1).flatten(1), scale, offset
 
 
 def _halves(x: Any, heads: int) -> Any:

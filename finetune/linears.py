@@ -13,23 +13,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from finetune.gguf_blocks import BLOCK as GGUF_BLOCK
 from finetune.ledger import Block
 from finetune.method import BLOCK
 from finetune.norms import Norms
-from finetune.steps import Weights
 from finetune.tape import Parameter, Shape, Tensor
 
 
 class Weight(NamedTuple):
-    """A Linear layer as it lies in memory, with its adapter. `held`: how, where it is made dense for each product."""
+    """A Linear layer as it lies in memory, with its adapter."""
 
     weight: Parameter
     packed: bool
     a: Parameter | None
     b: Parameter | None
     magnitude: Parameter | None
-    held: Weights = ""
 
 
 class Linears(Norms):
@@ -141,9 +138,7 @@ class Linears(Norms):
         a, b = _adapters(layers)
         outputs = []
         for layer, name in layers:
-            wide = self._dense(layer, inner.width) if layer.held else None
             outputs.append((self._packed_product if layer.packed else self._plain)(inner, layer, name))
-            del wide
         if not a:
             return outputs, None
         stacked = self._stacked(a, inner.width)
@@ -237,11 +232,6 @@ class Linears(Norms):
             unpacked = tape.new("unpacked weight", weight.shape, self.compute)
             del scales
             return tape.cast(unpacked, width)
-        if layer.held:
-            wide = tape.new("widened weight", weight.shape, width)
-            if layer.held == "blocks":  # the scales in fp32, then the offsets
-                tape.passing("scales", 4 * (math.prod(weight.shape) // GGUF_BLOCK))
-            return wide
         return tape.new("low copy", weight.shape, width) if weight.width > width else None
 
     def _change(self, x: Tensor, layer: Weight) -> Tensor:

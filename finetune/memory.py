@@ -16,7 +16,7 @@ from typing import Literal
 from finetune import decoder
 from finetune.facts import Facts
 from finetune.ledger import Block, Peak
-from finetune.method import held_sizes, storage_bytes, trained_tensors
+from finetune.method import held_linears, held_room, held_sizes, storage_bytes, trained_tensors
 from finetune.optimizers import BLOCK, SMALL, is_paged, moments, state_sizes
 from finetune.recipe import Full, Method, QLoRA
 from finetune.steps import Batch, Path, Weights
@@ -58,20 +58,20 @@ class Line:
 
 
 def static_lines(
-    method: Method, facts: Facts, dtype: str, optimizer: str, device: str = "cuda", held: Weights = ""
+    method: Method, facts: Facts, dtype: str, optimizer: str, device: str = "cuda", held: Weights = "", every: int = 1
 ) -> list[Line]:
     """Weights, gradients and optimizer state of one device. Trained parameters are fp32.
 
-    `held`: how the layers' frozen weights lie there (`steps.Path`).
+    `held`: how the frozen weights of every `every`-th layer lie there (`steps.Path`).
     """
     return [
-        *_weights(method, facts, dtype, held),
+        *_weights(method, facts, dtype, held, every),
         *_gradients(method, facts),
         *_optimizer(method, facts, optimizer, device),
     ]
 
 
-def _weights(method: Method, facts: Facts, dtype: str, held: Weights) -> list[Line]:
+def _weights(method: Method, facts: Facts, dtype: str, held: Weights, every: int) -> list[Line]:
     trained = sum(_size(shape) for _, shape in trained_tensors(method, facts))
     if isinstance(method, Full):
         return [Line("weights", "weights", 4 * trained, f"4 bytes x {trained:,} (fp32, the master copy)")]
@@ -84,10 +84,13 @@ def _weights(method: Method, facts: Facts, dtype: str, held: Weights) -> list[Li
         lines.append(Line("weights", "quantisation constants", stored.constants + stored.tables, kind))
     plain, name = stored.plain_parameters, "other weights" if isinstance(method, QLoRA) or held else "frozen weights"
     if held:
-        sizes = [linear.out_features * linear.in_features for linear in facts.linears()]
-        kind = "1 byte + 2 x fp16 per 32 weights, as in the file" if held == "blocks" else "2 bytes, as in the file"
+        sizes = [linear.out_features * linear.in_features for linear in held_linears(facts, every)]
+        kind = "1 byte + 2 x fp32 per 32 weights, as in the file" if held == "blocks" else "2 bytes, as in the file"
         total = sum(sum(held_sizes(size, held)) for size in sizes)
         lines.append(Line("weights", "layers' weights", total, f"({kind}) x {sum(sizes):,}"))
+        lines.append(
+            Line("weights", "room for a layer", held_room(facts, every), "4 bytes x the largest, made dense there")
+        )
         plain -= sum(sizes)
     lines.append(Line("weights", name, int(plain * each), f"{each:g} bytes x {plain:,}"))
     lines.append(Line("weights", "adapter", 4 * trained, f"4 bytes x {trained:,} (fp32)"))
@@ -165,9 +168,11 @@ def account(method: Method, facts: Facts, batch: Batch, path: Path) -> Account:
     peak = ledger.peak(*PHASES)
     held = list(ledger.held(peak))
     estimated = not decoder.is_exact(facts, method)
-    key = ("static", repr(method), path.weights, path.optimizer, path.device, path.held)
+    key = ("static", repr(method), path.weights, path.optimizer, path.device, path.held, path.held_every)
     if key not in facts.memo:
-        facts.memo[key] = static_lines(method, facts, path.weights, path.optimizer, path.device, path.held)
+        facts.memo[key] = static_lines(
+            method, facts, path.weights, path.optimizer, path.device, path.held, path.held_every
+        )
     static: list[Line] = facts.memo[key]
     alive_gradients = sum(block.size * block.count for block in held if block.bucket == "gradients")
     lines = [_placed(line, alive_gradients) for line in static]

@@ -46,11 +46,13 @@ def meta_model(
     attention: str,
     upcast: bool = False,
     held: Weights = "",
+    every: int = 1,
 ) -> PreTrainedModel | Any:
     """The model as `load_model` would give it to the trainer, on the meta device.
 
     `attention` is transformers' name (eager, sdpa). With `upcast`, 16-bit weights become fp32 as peft's
-    `prepare_model_for_kbit_training` makes them. `held`: how the layers' weights lie in memory.
+    `prepare_model_for_kbit_training` makes them. `held`: how the weights of every `every`-th
+    layer lie in memory.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -63,7 +65,7 @@ def meta_model(
             _in_4_bits(model, method, compute=getattr(torch, _compute_dtype(method, dtype)))
         model.requires_grad_(isinstance(method, Full))
         if held and not isinstance(method, Full):
-            _hold(model, held)
+            _hold(model, held, every)
         if upcast:
             for parameter in model.parameters():
                 if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -78,20 +80,21 @@ def meta_model(
     return model.train()
 
 
-def _hold(model: Any, how: Weights) -> None:
+def _hold(model: Any, how: Weights, every: int) -> None:
     """What `fast.held` makes of the layers' weights."""
     import torch
 
-    from finetune.fast.held import Held, linears_of, put
+    from finetune.fast.held import Held, linears_of, put, room_for
     from finetune.gguf_blocks import BLOCK
 
-    for _, layer in linears_of(model):
+    room = room_for(linears_of(model, every))
+    for _, layer in linears_of(model, every):
         rows, columns = layer.weight.shape
         if how == "half":
-            put(layer, torch.empty(rows, 2 * columns, dtype=torch.uint8), Held(torch.bfloat16))
+            put(layer, torch.empty(rows, 2 * columns, dtype=torch.uint8), Held(room, torch.bfloat16))
         else:
-            scale, offset = (torch.empty(rows, columns // BLOCK, 1, dtype=torch.float16) for _ in range(2))
-            put(layer, torch.empty(rows, columns, dtype=torch.uint8), Held(scale=scale, offset=offset))
+            scale, offset = (torch.empty(columns // BLOCK, 1, rows) for _ in range(2))
+            put(layer, torch.empty(columns, rows, dtype=torch.uint8), Held(room, scale=scale, offset=offset))
 
 
 def _compute_dtype(method: QLoRA, dtype: str) -> str:

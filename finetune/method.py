@@ -22,7 +22,7 @@ from finetune.facts import Facts, Linear
 from finetune.gguf_blocks import BLOCK as GGUF_BLOCK
 from finetune.recipe import Full, LoRA, Method, QLoRA, Recipe
 from finetune.steps import Weights
-from finetune.tensors import TOWER, Tensor, dtype_bytes, group_of
+from finetune.tensors import TOWER, Tensor, dtype_bytes, group_of, layer_of
 
 if TYPE_CHECKING:
     import torch
@@ -301,11 +301,22 @@ def storage_bytes(method: Method, facts: Facts, dtype: str) -> Storage:
 def held_sizes(size: int, held: Weights) -> list[int]:
     """Bytes of the tensors that hold a weight of `size` values as its file does (`fast.held`).
 
-    blocks: a byte a code, then fp16 scales and offsets; half: the 16-bit numbers.
+    blocks: a byte a code, then fp32 scales and offsets; half: the 16-bit numbers.
     """
     if held == "blocks":
-        return [size, 2 * (size // GGUF_BLOCK), 2 * (size // GGUF_BLOCK)]
+        return [size, 4 * (size // GGUF_BLOCK), 4 * (size // GGUF_BLOCK)]
     return [2 * size]
+
+
+def held_linears(facts: Facts, every: int) -> list[Linear]:
+    """The Linear layers of every `every`-th decoder layer, whose weights may be held."""
+    return [linear for linear in facts.linears() if (layer_of(linear.name + ".") or 0) % every == 0]
+
+
+def held_room(facts: Facts, every: int) -> int:
+    """Bytes of the room in which held weights are made dense: the largest layer in fp32."""
+    sizes = [linear.out_features * linear.in_features for linear in held_linears(facts, every)]
+    return 4 * max(sizes, default=0)
 
 
 def constant_bytes(size: int, *, double_quant: bool) -> int:

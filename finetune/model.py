@@ -149,12 +149,13 @@ def _with_held_weights(recipe: Recipe, folder: Path, facts: Facts) -> PreTrained
         return load_base(recipe, folder)
     from finetune.fast.held import hold_blocks, hold_half
 
+    every = max(int(recipe.fast.weights), 1)
     if how == "blocks":
         model = load_base(recipe, folder)
-        hold_blocks(model, folder)
+        hold_blocks(model, folder, every)
     else:
         model = load_base(recipe, folder, dtype={"BF16": "bfloat16", "F16": "float16"}[facts.tensors[0].dtype])
-        hold_half(model)
+        hold_half(model, every)
     return model
 
 

@@ -141,6 +141,7 @@ def path_of(recipe: Recipe, facts: Facts, device: Device) -> Path:
         blocks=blocks_of(recipe, facts, device),
         last=not checkpointing and last_of(recipe, facts, device),
         held=held_of(recipe, facts, device),
+        held_every=max(int(recipe.fast.weights), 1) if recipe.fast.weights != "auto" else 1,
         **card,
     )
 
@@ -183,7 +184,7 @@ def last_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
 
 def held_of(recipe: Recipe, facts: Facts, device: Device) -> Weights:
     """How the layers' frozen weights lie in memory: "" in the type of the products, else as in their file."""
-    return may_hold(recipe, facts, device) if recipe.fast.weights is True else ""
+    return "" if recipe.fast.weights in ("auto", False) else may_hold(recipe, facts, device)
 
 
 def may_hold(recipe: Recipe, facts: Facts, device: Device) -> Weights:

@@ -23,7 +23,8 @@ from finetune.steps import Batch, Path
 _NO_SDPA = ("gemma2",)  # softcapped scores: transformers offers no sdpa for them
 _ROWS_CPU, _ROWS_CUDA = 8, 32  # more rows per pass gain no speed
 _ENOUGH = 2048  # tokens per pass from which a GPU is busy
-_WORTH_HOLDING = 1 / 3  # of the peak: from there on weights that are made dense for each product are worth the time
+_MOSTLY_WEIGHTS = 2 / 3  # of the peak: above it some weights are worth being made dense for each product
+_TOKENS_HELD = 800  # tokens of a pass beside which making all blocks dense is about 2 % of the time
 _SPARE = 0.05  # of what comes and goes: free pieces between the allocator's blocks
 _CPU_ROOM = 0.9  # of a machine's memory; the rest is the system's
 CARDS = (8, 12, 16, 24, 40, 48, 80, 141)
@@ -333,25 +334,28 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
 # -------------------------------------------------------------------------------------------- rows and recomputing
 
 
-def _weights(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[bool, str]:
-    """Whether the layers' weights lie as in their file. Blocks cost more time than 16 bits, and must be worth it."""
+def _weights(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[bool | int, str]:
+    """Which layers' weights lie as in their file. Making 16-bit ones dense costs next to nothing, all blocks as much
+    as a dozen tokens of a pass: a few are held where weights are most of the peak, and all where more fits then.
+    """
     how = may_hold(recipe, facts, device)
     if how != "blocks":
         return bool(how), "16-bit weights are half as large; costs at most 3 % more time"
-    sizes = []
+    plans = []
     for value in (False, True):
         trial = changed(recipe, "fast.weights", value)
         if "auto" in (trial.train.micro_batch, trial.train.checkpointing):
             micro, checkpointing, _ = _batch(trial, facts, device, lengths)
             trial = changed(changed(trial, "train.micro_batch", micro), "train.checkpointing", checkpointing)
-        sizes.append(planned(trial, facts, device, lengths))
-    plain, held = sizes
+        plans.append(planned(trial, facts, device, lengths))
+    plain, held = plans
     if held.micro_batch > plain.micro_batch or held.path.checkpointing != plain.path.checkpointing or not plain.fits:
-        return True, "more fits that way; costs about 5 % more time"
-    spared = 1 - held.account.peak / plain.account.peak
-    if spared < _WORTH_HOLDING:
-        return False, f"it would spare {spared:.0%} of the peak, and cost about 5 % more time"
-    return True, f"it spares {spared:.0%} of the peak; costs about 5 % more time"
+        return True, "more fits that way"
+    share = 4 * facts.parameters / plain.account.peak
+    every = -(-_TOKENS_HELD // plain.batch.tokens)
+    if share <= _MOSTLY_WEIGHTS or every > facts.layers:
+        return False, f"weights are {share:.0%} of the peak, and making them dense takes time"
+    return every if every > 1 else True, f"weights are {share:.0%} of the peak; costs about 2 % more time"
 
 
 def _batch(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[int, bool | int, str]:

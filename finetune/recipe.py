@@ -213,8 +213,10 @@ class Fast(_Part):
     adapters: bool = Field(True, description="The adapters that share an input run as one autograd function.")
     layers: bool = Field(True, description="Norms and gated MLPs keep for the backward pass only what they take in.")
     products: bool = Field(True, description="On an x86 CPU oneDNN takes most fp32 products with frozen weights.")
-    weights: Auto | bool = Field(
-        "auto", description="On a CPU, frozen weights lie as in their file and become fp32 one product at a time."
+    weights: Auto | bool | Annotated[int, Field(ge=2, le=64)] = Field(
+        "auto",
+        description="On a CPU, frozen weights lie as in their file and become fp32 product by product; n: of every "
+        "n-th layer.",
     )
     prefix: bool = Field(True, description="What all rows of a micro-batch begin with, a system prompt, runs once.")
     memory: bool = Field(True, description="On a CPU, freed memory stays with the process until the next step.")

@@ -88,8 +88,9 @@ def simulate(
     config = config or model_config(facts)
     attention = "eager" if path.attention == "eager" else "sdpa"
     model = meta_model(
-        config, method, facts, dtype=path.weights, attention=attention, upcast=path.upcast, held=path.held
-    )
+        config, method, facts, dtype=path.weights, attention=attention, upcast=path.upcast, held=path.held,
+        every=path.held_every,
+    )  # fmt: skip
     _prepare(model, path)
     ledger = Ledger(cuda=path.device == "cuda", allocator=CachingAllocator() if path.device == "cuda" else None)
     watch = Watch(ledger, path, logits_of(facts) or Logits())

@@ -64,7 +64,8 @@ class Path:
     turned         `documents` attention turns queries and keys itself
     blocks         `documents` attention goes backward in blocks of queries and keeps no output (`fast.blocks`)
     last           the last layer's MLP runs on supervised positions only (`fast.last`)
-    held           the layers' frozen weights lie as in their file (`fast.held`): half (16 bits), blocks (of GGUF)
+    held           layers' frozen weights lie as in their file (`fast.held`): half (16 bits), blocks (of GGUF)
+    held_every     those of every n-th layer, from the first on
     adapter_casts  peft casts each adapter's input to the adapter's type
     capability, multiprocessors   of the card: libraries choose kernels and workspaces by them
     """
@@ -87,5 +88,6 @@ class Path:
     blocks: bool = False
     last: bool = False
     held: Weights = ""
+    held_every: int = 1
     capability: tuple[int, int] = (8, 9)
     multiprocessors: int = 128

@@ -66,7 +66,7 @@ def test_weights_take_half_the_memory_and_everything_else_is_fp32(dtype: torch.d
         layer = model.get_base_model().get_submodule(name)
         weight = layer.base_layer.weight
         assert weight.nbytes == 2 * layer.in_features * layer.out_features
-        assert torch.equal(held(weight).dense(weight, torch.float32), base("qwen2", dtype).get_submodule(name).weight)  # type: ignore[union-attr]
+        assert torch.equal(held(weight).dense(weight), base("qwen2", dtype).get_submodule(name).weight)  # type: ignore[union-attr]
     others = [p for p in model.parameters() if p.dtype != torch.uint8]
     assert {p.dtype for p in others} == {torch.float32}
     assert any(name.endswith("q_proj.base_layer.bias") for name, _ in model.named_parameters())
@@ -119,6 +119,11 @@ def test_adapters_beside_held_weights_begin_with_the_numbers_that_they_have_besi
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
+def read(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    codes, scale, offset = gguf_blocks.turned(codes, scale, offset)
+    return Held(torch.empty(codes.numel()), scale=scale, offset=offset).dense(codes)
+
+
 def test_a_block_worked_by_hand() -> None:
     # scale 0.5, offset -1; byte n has n % 16 in its low half and 15 - n % 16 in its high half
     block = np.frombuffer(
@@ -126,7 +131,7 @@ def test_a_block_worked_by_hand() -> None:
     )
     codes, scale, offset = gguf_blocks._read(torch.tensor(block.copy()).reshape(1, 20))
     assert codes.tolist() == [[*range(16), *range(15, -1, -1)]]
-    dense = Held(scale=scale, offset=offset).dense(codes, torch.float32)
+    dense = read(codes, scale, offset)
     assert dense.tolist() == [[0.5 * n - 1 for n in [*range(16), *range(15, -1, -1)]]]
 
 
@@ -138,7 +143,7 @@ def test_blocks_give_the_weights_of_llama_cpp_s_own_reader(seed: int, rows: int,
     raw = raw.reshape(rows, -1)
     right = dequantize(raw, GGMLQuantizationType.Q4_1)
     codes, scale, offset = gguf_blocks._read(torch.from_numpy(raw))
-    assert torch.equal(Held(scale=scale, offset=offset).dense(codes, torch.float32), torch.from_numpy(right))
+    assert torch.equal(read(codes, scale, offset), torch.from_numpy(right))
 
 
 def in_blocks(model: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -147,8 +152,9 @@ def in_blocks(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     for name, layer in linears_of(model):
         rows, columns = layer.weight.shape
         codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=dice)
-        scale, offset = (torch.randn(rows, columns // 32, 1, generator=dice).mul(0.02).half() for _ in range(2))
-        layer.weight.data = Held(scale=scale, offset=offset).dense(codes, torch.float32)
+        scale, offset = (torch.randn(rows, columns // 32, generator=dice).mul(0.02).half() for _ in range(2))
+        codes, scale, offset = gguf_blocks.turned(codes, scale, offset)
+        layer.weight.data = Held(torch.empty(codes.numel()), scale=scale, offset=offset).dense(codes).contiguous()
         made |= {f"{name}.codes": codes, f"{name}.scale": scale, f"{name}.offset": offset}
     save_file(made, folder / gguf_blocks.FILE)
     return made
@@ -183,7 +189,7 @@ def test_weights_that_are_not_those_of_the_blocks_stay(tmp_path: Path, caplog: p
 def test_a_layer_whose_weight_is_held_works_alone() -> None:
     layer = torch.nn.Linear(64, 32)
     right = layer.weight.data.bfloat16().float()
-    put(layer, layer.weight.data.bfloat16().view(torch.uint8), Held(torch.bfloat16))
+    put(layer, layer.weight.data.bfloat16().view(torch.uint8), Held(torch.empty(64 * 32), torch.bfloat16))
     x = torch.randn(3, 64, requires_grad=True)
     (x_grad,) = torch.autograd.grad(layer(x).sum(), x)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, right, layer.bias))

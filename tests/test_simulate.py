@@ -103,16 +103,17 @@ def real_step(facts: Facts, method: Method, batch: Batch, path: StepPath) -> tup
 
 
 def hold(model: Any, how: str) -> None:
-    from finetune.fast.held import Held, linears_of, put
+    from finetune.fast.held import Held, linears_of, put, room_for
 
+    room = room_for(linears_of(model))
     for _, layer in linears_of(model):
         rows, columns = layer.weight.shape
         if how == "half":
-            put(layer, layer.weight.data.bfloat16().view(torch.uint8), Held(torch.bfloat16))
+            put(layer, layer.weight.data.bfloat16().view(torch.uint8), Held(room, torch.bfloat16))
         else:
-            codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
-            scale, offset = (torch.full((rows, columns // 32, 1), 0.01, dtype=torch.float16) for _ in range(2))
-            put(layer, codes, Held(scale=scale, offset=offset))
+            codes = torch.randint(0, 16, (columns, rows), dtype=torch.uint8)
+            scale, offset = (torch.full((columns // 32, 1, rows), 0.01) for _ in range(2))
+            put(layer, codes, Held(room, scale=scale, offset=offset))
 
 
 def pack(model: Any, method: QLoRA) -> None:

@@ -155,7 +155,7 @@ def _base_output(base: Any, inner: Any, quick: bool) -> Any:
     how = held(base.weight)
     if how is None and (type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype):
         return base(inner)
-    weight = base.weight if how is None else how.dense(base.weight, inner.dtype)
+    weight = base.weight if how is None else how.dense(base.weight).to(inner.dtype)
     if quick and base.bias is None and base.in_features <= LONGEST_FORWARD:
         return product(inner, weight)
     return torch.nn.functional.linear(inner, weight, base.bias)  # its own forward may be one of ours
@@ -179,7 +179,7 @@ def _parts(x: Any, a: Any) -> Any:
 def _dense(weight: Any, state: Any, dtype: Any) -> Any:
     """The frozen weight [out, in] in the type of the products."""
     if isinstance(state, Held):
-        return state.dense(weight, dtype)
+        return state.dense(weight).to(dtype)
     if state is None:
         return weight.to(dtype)
     from bitsandbytes.functional import dequantize_4bit
