@@ -654,6 +654,7 @@ def test_every_module_that_decides_what_a_row_becomes_is_in_the_key() -> None:
         "recipe",
         "data_cache",
         "embedded",
+        "gguf_blocks",
         "packing",
         "home_intents",
         "home_words",
