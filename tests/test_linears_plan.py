@@ -92,16 +92,18 @@ def test_other_families_agree_with_their_trace(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["half", "blocks"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_held_weights_agree_with_their_trace(model_type: str, how: str) -> None:
     facts = small(model_type, inner=704)
     cpu_path = StepPath("cpu", "float32", None, "eager" if model_type == "gemma2" else "cpu", "onepass", 0,
                         "adamw_torch_fused", grouped=True, lean=True, held=how)  # type: ignore[arg-type]  # fmt: skip
-    for method in (LORA, QV):
-        for batch in (Batch(2, 192, 200), Batch(1, 20, 19)):
-            for path in (cpu_path, replace(cpu_path, checkpointing=1, held_every=3), replace(cpu_path, held="")):
-                traced = simulate(facts, method, batch, path).peak.bytes
-                assert account(method, facts, batch, path).peak == pytest.approx(traced, rel=0.005)
+    for method, batch, path in (
+        (LORA, Batch(2, 192, 200), cpu_path),
+        (QV, Batch(2, 192, 200), replace(cpu_path, checkpointing=1, held_every=3)),
+        (LORA, Batch(1, 20, 19), cpu_path),
+    ):
+        traced = simulate(facts, method, batch, path).peak.bytes
+        assert account(method, facts, batch, path).peak == pytest.approx(traced, rel=0.005)
 
 
 def test_it_keeps_less_than_peft_wherever_products_are_narrower_than_adapters() -> None:
