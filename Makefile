@@ -65,6 +65,7 @@ test-long: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(BIN)/python scripts/bench.py $(ARGS)
 	$(BIN)/python scripts/bench_attention.py
+	$(BIN)/python scripts/bench_weights.py
 	$(BIN)/python scripts/bench_data.py
 	$(BIN)/python scripts/bench_merge.py
 

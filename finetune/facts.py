@@ -20,9 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune import hub_headers
+from finetune import gguf_blocks, hub_headers
 from finetune.errors import ModelError
-from finetune.gguf_blocks import FILE
 from finetune.gguf_header import read_gguf
 from finetune.tensors import GROUPS, Group, Tensor, group_of, in_tower, layer_of
 from finetune.weight_files import read_model
@@ -437,7 +436,7 @@ def _from_folder(folder: Path, model: str, source: Source) -> Facts:
     config = _read_json(folder / "config.json")
     stored = [tensor for shard in read_model(folder) for tensor in shard.tensors.values()]
     facts = _facts(model, source, config, [Tensor(tensor.name, tensor.shape, tensor.dtype) for tensor in stored])
-    return replace(facts, blocks=(folder / FILE).is_file())
+    return replace(facts, blocks=(folder / gguf_blocks.FILE).is_file())
 
 
 def _no_config(folder: Path) -> ModelError:

@@ -18,7 +18,7 @@ from typing import Any
 
 from finetune.device import Device
 from finetune.facts import Facts
-from finetune.paths import Lengths, may_hold
+from finetune.paths import Lengths, why_not_held
 from finetune.plan import Plan, changed, planned
 from finetune.recipe import Full, LoRA, Method, QLoRA, Recipe
 
@@ -113,7 +113,7 @@ def _steps(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str, 
     if rows > 1:
         below = next(n for n in range(rows // 2, 0, -1) if train.batch_size % (n * device.count) == 0)
         yield "train.micro_batch", below, "same result, a little slower"
-    if recipe.fast.weights is not True and may_hold(recipe, facts, device):
+    if recipe.fast.weights is not True and why_not_held(recipe, facts, device) is None:
         yield "fast.weights", True, "same result, up to 7 % more time"
     if cuda and recipe.load.attention == "eager":
         yield "load.attention", "flash_attention_2", "same result, needs the flash-attn package"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from finetune.device import Device
 from finetune.facts import Facts
 from finetune.memory import Account, Line
-from finetune.method import adapter_shapes
+from finetune.method import adapter_shapes, held_sizes
 from finetune.paths import Lengths
 from finetune.recipe import Full, LoRA, QLoRA, Recipe
 from finetune.tensors import dtype_bytes
@@ -86,6 +86,12 @@ def disk_lines(recipe: Recipe, facts: Facts, held: Account) -> Iterator[Line]:
     stored = facts.weight_bytes()
     if facts.source in ("bundled", "hub headers"):
         yield Line("outside", "the model", stored, f"{len(facts.tensors):,} weights as they are stored")
+    if facts.source == "bundled" and facts.blocks:
+        sizes = [linear.out_features * linear.in_features for linear in facts.linears()]
+        beside = sum(sum(held_sizes(size, "blocks")) for size in sizes)
+        yield Line(
+            "outside", "blocks of its GGUF file", beside, f"(1 byte + 2 x fp32 per 32 weights) x {sum(sizes):,}"
+        )
     trained = sum(line.bytes for line in held.lines if line.bucket == "gradients")
     state = sum(line.bytes for line in held.lines if line.bucket == "optimizer")
     kept = recipe.train.keep + 1

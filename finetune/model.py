@@ -12,7 +12,7 @@ from finetune import embedded, method
 from finetune.device import Device, cpu_device, described, known_card
 from finetune.errors import FinetuneError, InputError, ModelError
 from finetune.facts import Facts
-from finetune.paths import held_of
+from finetune.paths import path_of
 from finetune.recipe import Full, QLoRA, Recipe
 
 if TYPE_CHECKING:
@@ -144,18 +144,17 @@ def load_model(recipe: Recipe, folder: Path, facts: Facts) -> PreTrainedModel | 
 
 def _with_held_weights(recipe: Recipe, folder: Path, facts: Facts) -> PreTrainedModel:
     """The bare model, its layers' weights as in their file where `fast.held` runs them."""
-    how = held_of(recipe, facts, real_device())
-    if not how:
+    path = path_of(recipe, facts, real_device())
+    if not path.held:
         return load_base(recipe, folder)
     from finetune.fast.held import hold_blocks, hold_half
 
-    every = max(int(recipe.fast.weights), 1)
-    if how == "blocks":
+    if path.held == "blocks":
         model = load_base(recipe, folder)
-        hold_blocks(model, folder, every)
+        hold_blocks(model, folder, path.held_every)
     else:
         model = load_base(recipe, folder, dtype={"BF16": "bfloat16", "F16": "float16"}[facts.tensors[0].dtype])
-        hold_half(model, every)
+        hold_half(model, path.held_every)
     return model
 
 

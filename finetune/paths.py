@@ -184,16 +184,28 @@ def last_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
 
 def held_of(recipe: Recipe, facts: Facts, device: Device) -> Weights:
     """How the layers' frozen weights lie in memory: "" in the type of the products, else as in their file."""
-    return "" if recipe.fast.weights in ("auto", False) else may_hold(recipe, facts, device)
+    asked = recipe.fast.weights not in ("auto", False)
+    return "" if not asked or why_not_held(recipe, facts, device) else _kept_as(facts)
 
 
-def may_hold(recipe: Recipe, facts: Facts, device: Device) -> Weights:
-    """What `held_of` is with `fast.weights`: products are fp32, and nobody but `fast.adapter` runs them."""
-    method, known = recipe.method, facts.model_type in KEEPS_ROWS_APART and not facts.has_towers
-    wide = recipe.load.dtype == "float32" and recipe.train.precision == "fp32" and device.kind == "cpu"
-    alone = not isinstance(method, LoRA) or method.modules_to_save or why_alone(recipe, facts)
-    if alone or not (wide and known):
-        return ""
+def why_not_held(recipe: Recipe, facts: Facts, device: Device) -> str | None:
+    """Why `fast.weights` does not apply, or None: products are fp32, and nobody but `fast.adapter` runs them."""
+    method = recipe.method
+    if device.kind != "cpu" or recipe.load.dtype != "float32" or recipe.train.precision != "fp32":
+        return "products are not fp32 on a CPU"
+    if not isinstance(method, LoRA):
+        return "the method is not lora"
+    if method.modules_to_save:
+        return "method.modules_to_save trains whole modules"
+    if (alone := why_alone(recipe, facts)) is not None:
+        return alone
+    if facts.model_type not in KEEPS_ROWS_APART or facts.has_towers:
+        return f"models of type {facts.model_type} were not tried with it"
+    return None if _kept_as(facts) else "the file holds its weights in fp32"
+
+
+def _kept_as(facts: Facts) -> Weights:
+    """How the file has the weights, where that is smaller than fp32."""
     if facts.blocks:
         return "blocks"
     return "half" if {tensor.dtype for tensor in facts.tensors} in ({"BF16"}, {"F16"}) else ""

@@ -15,7 +15,7 @@ from finetune.facts import Facts, read_facts
 from finetune.footprint import LIBRARIES, disk_lines, host_lines
 from finetune.memory import BUCKETS, CONTEXT, Account, Line, account
 from finetune.method import saved_tensors, target_modules, trainable_parameters
-from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, may_hold, packing_of, path_of
+from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, packing_of, path_of, why_not_held
 from finetune.recipe import Full, QLoRA, Recipe, load_recipe
 from finetune.speed import Speed, speed_of
 from finetune.steps import Batch, Path
@@ -191,11 +191,11 @@ def resolve(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | Non
 
     for part, field, value, because in _answers(recipe, facts, device):
         settle(part, field, value, because)
-    if recipe.fast.weights == "auto":
-        found, because = _weights(recipe, facts, device, lengths)
-        if may_hold(recipe, facts, device):
-            settle("fast", "weights", found, because)
-        recipe = changed(recipe, "fast.weights", found)
+    if why_not_held(recipe, facts, device) is None:
+        if recipe.fast.weights == "auto":
+            settle("fast", "weights", *_weights(recipe, facts, device, lengths))
+    elif recipe.fast.weights == "auto":
+        recipe = changed(recipe, "fast.weights", False)
     if "auto" in (recipe.train.micro_batch, recipe.train.checkpointing):
         micro, checkpointing, because = _batch(recipe, facts, device, lengths)
         settle("train", "micro_batch", micro, because)
@@ -338,17 +338,11 @@ def _weights(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | No
     """Which layers' weights lie as in their file. Making 16-bit ones dense costs next to nothing, all blocks as much
     as a dozen tokens of a pass: a few are held where weights are most of the peak, and all where more fits then.
     """
-    how = may_hold(recipe, facts, device)
-    if how != "blocks":
-        return bool(how), "16-bit weights are half as large; costs at most 3 % more time"
-    plans = []
-    for value in (False, True):
-        trial = changed(recipe, "fast.weights", value)
-        if "auto" in (trial.train.micro_batch, trial.train.checkpointing):
-            micro, checkpointing, _ = _batch(trial, facts, device, lengths)
-            trial = changed(changed(trial, "train.micro_batch", micro), "train.checkpointing", checkpointing)
-        plans.append(planned(trial, facts, device, lengths))
-    plain, held = plans
+    if not facts.blocks:
+        return True, "16-bit weights are half as large; costs next to no time"
+    plain, held = (
+        resolve(changed(recipe, "fast.weights", value), facts, device, lengths)[1] for value in (False, True)
+    )
     if held.micro_batch > plain.micro_batch or held.path.checkpointing != plain.path.checkpointing or not plain.fits:
         return True, "more fits that way"
     share = 4 * facts.parameters / plain.account.peak

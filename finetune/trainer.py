@@ -28,7 +28,7 @@ from finetune.fast.products import by_torch, onednn
 from finetune.heads import Logits, logits_of
 from finetune.method import why_alone
 from finetune.model import trained_in_fp32, training_device
-from finetune.paths import lies_flat, path_of
+from finetune.paths import lies_flat, path_of, why_not_held
 from finetune.recipe import Recipe
 from finetune.run import Run
 
@@ -238,7 +238,7 @@ def build_trainer(
         why_alone(recipe, facts) or "together where they share an input",
         "keep what they take in" if path.lean else "transformers' own",
         "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",
-        "as in their file, dense one product at a time" if path.held else "in the type of the model",
+        _weights_in_words(recipe, facts, device),
         "supervised positions" if path.last and logits is not None else "all positions",
     )
     if path.last and logits is not None:
@@ -332,6 +332,14 @@ def sft_config(recipe: Recipe, run: Run, device: Device, *, evaluates: bool) -> 
         save_steps=train.save_every or 500,
         save_total_limit=None,  # Record.on_save keeps the newest complete ones
     )
+
+
+def _weights_in_words(recipe: Recipe, facts: Facts, device: Device) -> str:
+    """How the layers' frozen weights lie in memory, and why not as in their file where that was asked for."""
+    if recipe.fast.weights is False:
+        return "in the type of the model"
+    why = why_not_held(recipe, facts, device)
+    return f"in the type of the model ({why})" if why else "as in their file, dense for one product at a time"
 
 
 def _checkpointing(every: int) -> dict[str, Any]:

@@ -186,6 +186,26 @@ def test_weights_that_are_not_those_of_the_blocks_stay(tmp_path: Path, caplog: p
     assert "1 weights are not those of" in caplog.text
 
 
+@pytest.mark.parametrize("fault", ["cut off", "a layer is missing", "another layout"])
+def test_blocks_that_cannot_be_used_leave_the_weights_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    model = base("llama")
+    made, file = in_blocks(model, tmp_path), tmp_path / gguf_blocks.FILE
+    if fault == "cut off":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif fault == "a layer is missing":
+        save_file({name: tensor for name, tensor in made.items() if ".2.mlp.down_proj" not in name}, file)
+    else:
+        save_file({name: tensor.transpose(0, -1).contiguous() for name, tensor in made.items()}, file)
+    before = {name: layer.weight.clone() for name, layer in linears_of(model)}
+    hold_blocks(model, tmp_path)
+    stays = [name for name, layer in linears_of(model) if held(layer.weight) is None]
+    assert stays == (["model.layers.2.mlp.down_proj"] if fault == "a layer is missing" else list(before))
+    assert all(torch.equal(model.get_submodule(name).weight, before[name]) for name in stays)
+    assert f"{len(stays)} weights are not those of" in caplog.text
+
+
 def test_a_layer_whose_weight_is_held_works_alone() -> None:
     layer = torch.nn.Linear(64, 32)
     right = layer.weight.data.bfloat16().float()

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from finetune.device import Device, named_device
 from finetune.errors import InputError
 from finetune.facts import Facts, facts_of, read_facts
-from finetune.paths import KEEPS_ROWS_APART, Lengths, batch_of, in_words, lies_flat, packing_of, path_of
+from finetune.paths import (
+    KEEPS_ROWS_APART,
+    Lengths,
+    batch_of,
+    held_of,
+    in_words,
+    lies_flat,
+    packing_of,
+    path_of,
+    why_not_held,
+)
 from finetune.plan import changed, resolve
 from finetune.recipe import Recipe, parse_recipe
 from finetune.steps import Batch
@@ -290,6 +300,40 @@ def test_where_the_last_mlp_runs_on_supervised_positions_only(
 ) -> None:
     recipe, facts = settled(model, device, kind, **sets)
     assert path_of(recipe, facts, device).last == last
+
+
+FP32 = {"load__dtype": "float32", "train__precision": "fp32", "fast__weights": "true"}
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "sets", "why"),
+    [
+        (CPU, "lora", {}, None),
+        (H100, "lora", {}, "products are not fp32 on a CPU"),
+        (CPU, "lora", {"train__precision": "bf16"}, "products are not fp32 on a CPU"),
+        (CPU, "qlora", {}, "the method is not lora"),
+        (CPU, "full", {}, "the method is not lora"),
+        (CPU, "lora", {"method__modules_to_save": "[model.norm]"}, "method.modules_to_save trains whole modules"),
+        (CPU, "lora", {"method__dropout": "0.1"}, "method.dropout is above 0"),
+        (CPU, "lora", {"fast__adapters": "false"}, "fast.adapters is false"),
+    ],
+)
+def test_weights_lie_as_in_their_file_or_it_is_said_why_not(
+    device: Device, kind: str, sets: dict[str, str], why: str | None
+) -> None:
+    recipe, facts = settled(SMALL, device, kind, **{**FP32, **sets})
+    assert why_not_held(recipe, facts, device) == why
+    assert held_of(recipe, facts, device) == ("" if why else "blocks")
+
+
+@pytest.mark.parametrize(("dtype", "how"), [("BF16", "half"), ("F16", "half"), ("F32", "")])
+def test_the_type_of_the_file_says_how_weights_lie(dtype: str, how: str) -> None:
+    small = read_facts(SMALL)
+    shapes = {tensor.name: tensor.shape for tensor in small.tensors}
+    facts = facts_of("org/small", small.config, shapes, dtype)
+    recipe, _ = settled(SMALL, CPU, "lora", **FP32)
+    assert held_of(recipe, facts, CPU) == how
+    assert (why_not_held(recipe, facts, CPU) == "the file holds its weights in fp32") == (not how)
 
 
 def test_full_fine_tuning_is_in_fp32_under_autocast() -> None:

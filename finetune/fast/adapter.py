@@ -63,7 +63,10 @@ class Linears(NamedTuple):
 
     def forward(self, inner: Any, a: Any, b: Any) -> tuple[list[Any], Any]:
         """The outputs for `inner` [..., in] and the narrow products with all A (None without adapters)."""
-        outputs = [_base_output(base_of(layer), inner, self.quick) for layer in self.layers]
+        outputs = [
+            _base_output(base_of(layer), state, inner, self.quick)
+            for layer, state in zip(self.layers, self.states, strict=True)
+        ]
         if not self.adapted:
             return outputs, None
         narrow = inner @ _stacked(a, inner.dtype).t()
@@ -150,12 +153,11 @@ def adapters_of(layers: Any) -> list[Any]:
     return [half for side in zip(*pairs, strict=True) for half in side]
 
 
-def _base_output(base: Any, inner: Any, quick: bool) -> Any:
+def _base_output(base: Any, state: Any, inner: Any, quick: bool) -> Any:
     """x W^T + bias, summed as every other trainer does unless `quick`; a 4-bit layer unpacks its own weight."""
-    how = held(base.weight)
-    if how is None and (type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype):
+    if not isinstance(state, Held) and (type(base) is not torch.nn.Linear or inner.dtype != base.weight.dtype):
         return base(inner)
-    weight = base.weight if how is None else how.dense(base.weight).to(inner.dtype)
+    weight = _dense(base.weight, state, inner.dtype)
     if quick and base.bias is None and base.in_features <= LONGEST_FORWARD:
         return product(inner, weight)
     return torch.nn.functional.linear(inner, weight, base.bias)  # its own forward may be one of ours

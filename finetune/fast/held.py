@@ -4,8 +4,9 @@
     blocks    w = scale x code + offset, as GGUF's Q4_1 has them (`gguf_blocks`)  1 1/4 bytes
 
 Both give every weight back to the bit, so results are those of fp32 weights. A layer's `weight` is then a tensor of
-bytes with a note how to read it; peft takes it for a packed one and leaves it alone. `hold` does so for the Linear
-layers of a decoder before adapters are attached; embedding, head and norms are fp32.
+bytes with a note how to read it; peft takes it for a packed one and leaves it alone. `hold_half` and
+`hold_blocks` do so for the Linear layers of a decoder before adapters are attached; embedding, head and norms are
+fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 # This hot module is imported with the adapters.
 import torch  # noqa: TID253
 
-from finetune.gguf_blocks import FILE, PARTS, dense
+from finetune.gguf_blocks import BLOCK, FILE, PARTS, dense
 from finetune.tensors import layer_of
 
 log = logging.getLogger(__name__)
@@ -95,24 +96,36 @@ def hold_blocks(model: Any, folder: Path, every: int = 1) -> None:
 
     Whatever was changed since the blocks were written stays as it is. `every`: of every n-th decoder layer only.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     linears = linears_of(model, every)
     room = room_for(linears)
-    with safe_open(folder / FILE, framework="pt") as file:
-        there = set(file.keys())
-        for name, layer in linears:
-            if not there.issuperset(f"{name}.{part}" for part in PARTS):
-                continue
-            codes, scale, offset = (file.get_tensor(f"{name}.{part}") for part in PARTS)
-            how = Held(room, scale=scale, offset=offset)
-            if torch.equal(how.dense(codes), layer.weight):
-                put(layer, codes, how)
+    try:
+        with safe_open(folder / FILE, framework="pt") as file:
+            for name, layer in linears:
+                _hold_in_blocks(layer, file, name, room)
+    except SafetensorError as error:  # a file that was cut off, or lacks a layer
+        log.warning("%s cannot be read (%s).", folder / FILE, error)
     for parameter in model.parameters():  # what stays is copied, so that the file of the fp32 weights can go
         if parameter.is_floating_point():
             parameter.data = parameter.data.clone()
     if others := sum(held(layer.weight) is None for _, layer in linears):
-        log.warning("%d weights are not those of %s, so they lie in memory as fp32.", others, folder / FILE)
+        log.warning(
+            "%d weights are not those of %s, so they lie in memory as fp32, and a step takes more than planned.",
+            others,
+            folder / FILE,
+        )
+
+
+def _hold_in_blocks(layer: Any, file: Any, name: str, room: torch.Tensor) -> None:
+    codes, scale, offset = (file.get_tensor(f"{name}.{part}") for part in PARTS)
+    inputs, outputs = layer.in_features, layer.out_features
+    of_blocks = (inputs // BLOCK, 1, outputs)
+    if (codes.shape, scale.shape, offset.shape) != ((inputs, outputs), of_blocks, of_blocks):
+        return
+    how = Held(room, scale=scale, offset=offset)
+    if torch.equal(how.dense(codes), layer.weight):
+        put(layer, codes, how)
 
 
 def linears_of(model: Any, every: int = 1) -> list[tuple[str, Any]]:
