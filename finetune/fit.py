@@ -1,7 +1,7 @@
 """When a plan does not fit: the changes that would make it fit, the cheapest in speed and quality first.
 
 micro_batch      fewer rows a pass, more passes a step: the same result
-weights          frozen ones as they lie in their file, on a CPU: the same result, up to 7 % more time
+weights          frozen ones as they lie in their file, on a CPU: the same result, up to 8 % more time
 attention        a kernel that never holds the scores: the same result, needs a package
 optimizer        moments in 8 bits, paged: nearly the same result
 checkpointing    every 4., 2., each layer again in the backward pass: the same result, 8 to 30 % more time
@@ -114,7 +114,7 @@ def _steps(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str, 
         below = next(n for n in range(rows // 2, 0, -1) if train.batch_size % (n * device.count) == 0)
         yield "train.micro_batch", below, "same result, a little slower"
     if recipe.fast.weights is not True and why_not_held(recipe, facts, device) is None:
-        yield "fast.weights", True, "same result, up to 7 % more time"
+        yield "fast.weights", True, "same result, up to 8 % more time"
     if cuda and recipe.load.attention == "eager":
         yield "load.attention", "flash_attention_2", "same result, needs the flash-attn package"
     if cuda and not train.optimizer.endswith("8bit"):

@@ -24,7 +24,9 @@ _NO_SDPA = ("gemma2",)  # softcapped scores: transformers offers no sdpa for the
 _ROWS_CPU, _ROWS_CUDA = 8, 32  # more rows per pass gain no speed
 _ENOUGH = 2048  # tokens per pass from which a GPU is busy
 _MOSTLY_WEIGHTS = 2 / 3  # of the peak: above it some weights are worth being made dense for each product
-_TOKENS_HELD = 800  # tokens of a pass beside which making all blocks dense is about 2 % of the time
+_TOKENS_HELD = (
+    800  # tokens of a pass from which on all blocks are held; of shorter ones a part, for up to 2 % of the time
+)
 _SPARE = 0.05  # of what comes and goes: free pieces between the allocator's blocks
 _CPU_ROOM = 0.9  # of a machine's memory; the rest is the system's
 CARDS = (8, 12, 16, 24, 40, 48, 80, 141)
@@ -335,11 +337,11 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
 
 
 def _weights(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[bool | int, str]:
-    """Which layers' weights lie as in their file. Making 16-bit ones dense costs next to nothing, all blocks as much
-    as a dozen tokens of a pass: a few are held where weights are most of the peak, and all where more fits then.
+    """Which layers' weights lie as in their file. 16-bit ones cost next to no time to make dense, all blocks 2 to 8 %
+    (`scripts/bench_weights.py`): a few are held where weights are most of the peak, and all where more fits then.
     """
     if not facts.blocks:
-        return True, "16-bit weights are half as large; costs next to no time"
+        return True, "16-bit weights are half as large; costs up to 3 % more time"
     plain, held = (
         resolve(changed(recipe, "fast.weights", value), facts, device, lengths)[1] for value in (False, True)
     )
@@ -349,7 +351,7 @@ def _weights(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | No
     every = -(-_TOKENS_HELD // plain.batch.tokens)
     if share <= _MOSTLY_WEIGHTS or every > facts.layers:
         return False, f"weights are {share:.0%} of the peak, and making them dense takes time"
-    return every if every > 1 else True, f"weights are {share:.0%} of the peak; costs about 2 % more time"
+    return every if every > 1 else True, f"weights are {share:.0%} of the peak; costs up to 2 % more time"
 
 
 def _batch(recipe: Recipe, facts: Facts, device: Device, lengths: Lengths | None) -> tuple[int, bool | int, str]:

@@ -11,6 +11,7 @@ of neighbours. `plan._TOKENS_HELD` says in how many layers a run takes blocks.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import bench
+
+from finetune.startup import SPINS
 
 TOKENS = (64, 128, 256, 512, 1024)
 TURNS = 9
@@ -89,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="+", metavar="TOKENS", help="passes of these lengths only")
     options = parser.parse_args(arguments)
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # as the command does, before torch is there
     import torch
 
     from finetune.fast.host import keep_freed_memory

@@ -328,7 +328,7 @@ def test_what_the_user_wrote_stays() -> None:
 @pytest.mark.parametrize(
     ("length", "memory", "weights", "because"),
     [
-        (64, 16, 13, "weights are 82% of the peak; costs about 2 % more time"),  # every 13th: 800 tokens / 64
+        (64, 16, 13, "weights are 82% of the peak; costs up to 2 % more time"),  # every 13th: 800 tokens / 64
         (200, 16, 4, "weights are 69% of the peak; costs"),
         (512, 16, False, "weights are 54% of the peak, and"),
         (2048, 1.5, True, "more fits that way"),
