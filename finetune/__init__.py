@@ -84,6 +84,7 @@ The modules in reading order, which is also the only legal direction of imports:
     fast.adapter  layers that share an input, as one autograd function
     fast.layers   norms and gated MLPs that keep little
     fast.host     freed memory stays with the process
+    fast.compiled  decoder layers through torch.compile, and when that pays
     model         weights on the device, adapter attached
     lengths       how long the rows are, in the model's tokens
     measure       what a step really takes

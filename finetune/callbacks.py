@@ -261,6 +261,13 @@ class Progress(TrainerCallback):
             self._bar.stop()
             self._bar = None
 
+    def say(self, line: str) -> None:
+        """A line above the one that renews itself."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            sys.stderr.write(line + "\n")
+
     def line(self, state: TrainerState) -> str:
         """`step 120/250  loss 0.412  lr 1.0e-03  212 tok/s  1:07 left  1.9 GB`."""
         done = state.global_step - self._at_start

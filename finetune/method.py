@@ -237,6 +237,8 @@ def why_alone(recipe: Recipe, facts: Facts) -> str | None:
     products = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.train.precision)
     if isinstance(method, Full) or not recipe.fast.adapters:
         return "there are none" if isinstance(method, Full) else "fast.adapters is false"
+    if recipe.fast.compile:
+        return "fast.compile is true"
     if method.dropout:
         return "method.dropout is above 0"
     if method.variant == "dora":

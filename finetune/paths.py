@@ -160,7 +160,7 @@ def turned_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
     kind = facts.model_type in ("llama", "mistral", "qwen2", "gemma")
     weights = _weights_of(recipe)
     one_type = weights == (_AUTOCAST[recipe.train.precision] or weights)
-    return kind and one_type and attention_of(recipe, facts, device) == "documents"
+    return kind and one_type and not recipe.fast.compile and attention_of(recipe, facts, device) == "documents"
 
 
 def _weights_of(recipe: Recipe) -> str:
@@ -179,7 +179,8 @@ def last_of(recipe: Recipe, facts: Facts, device: Device) -> bool:
     """Whether the last layer's MLP runs on supervised positions only, where its layers are not run again."""
     kind = facts.model_type in ("llama", "mistral", "qwen2", "gemma")
     flat = attention_of(recipe, facts, device) == "documents"
-    return kind and flat and recipe.fast.tail and loss_of(recipe, facts, device) == "onepass"
+    asked = recipe.fast.tail and not recipe.fast.compile
+    return kind and flat and asked and loss_of(recipe, facts, device) == "onepass"
 
 
 def held_of(recipe: Recipe, facts: Facts, device: Device) -> Weights:

@@ -218,6 +218,11 @@ class Fast(_Part):
         description="On a CPU, frozen weights lie as in their file and become fp32 product by product; n: of every "
         "n-th layer.",
     )
+    compile: bool = Field(
+        False,
+        description="Decoder layers go through torch.compile, in place of adapters, layers, weights and the last "
+        "MLP's tail.",
+    )
     prefix: bool = Field(True, description="What all rows of a micro-batch begin with, a system prompt, runs once.")
     memory: bool = Field(True, description="On a CPU, freed memory stays with the process until the next step.")
     tail: bool = Field(

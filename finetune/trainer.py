@@ -22,6 +22,7 @@ from finetune.errors import FinetuneError, InputError
 from finetune.facts import Facts
 from finetune.fast import last
 from finetune.fast.attention import documents
+from finetune.fast.compiled import CompileLayers, Span, why_not
 from finetune.fast.head import IGNORED, is_plain, labels_of, onepass_loss, output_head, supervised_loss
 from finetune.fast.host import keep_freed_memory
 from finetune.fast.products import by_torch, onednn
@@ -31,6 +32,7 @@ from finetune.model import trained_in_fp32, training_device
 from finetune.paths import lies_flat, path_of, why_not_held
 from finetune.recipe import Recipe
 from finetune.run import Run
+from finetune.steps import Path as StepPath
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -48,16 +50,14 @@ class Trainer(SFTTrainer):
 
     def __init__(
         self, *args: Any, clock: Clock, progress: Progress, measure: Measure, order: EpochOrder,
-        logits: Logits | None, row_by_row: bool, blocks: bool, products: bool, **kwargs: Any,
+        logits: Logits | None, path: StepPath, products: bool, compiled: bool, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """`logits`: of a head for `onepass_loss`, None for any other. `row_by_row`: rows lie flat and attend so,
-        backward in `blocks` or by torch's kernel.
-
-        `products`: by `fast.products` instead of torch's own.
+        """`logits`: of a head for `onepass_loss`, None for any other. `products`: by `fast.products` instead of
+        torch's own. `compiled`: layers go through `torch.compile`.
         """
         super().__init__(*args, **kwargs)
         self.order = order
-        self.logits, self.row_by_row, self.blocks, self.products = logits, row_by_row, blocks, products
+        self.logits, self.path, self.products, self.compiled = logits, path, products, compiled
         self.clock, self.progress, self.measure = clock, progress, measure
         self._ops = 0
         self.tokens_before = 0  # tokens trained before this process took over
@@ -96,8 +96,9 @@ class Trainer(SFTTrainer):
 
     @contextmanager
     def _as_asked(self) -> Iterator[None]:
+        apart = self.path.attention == "documents"
         with (
-            documents(self.model, blocks=self.blocks) if self.row_by_row else nullcontext(),
+            documents(self.model, blocks=self.path.blocks, compiled=self.compiled) if apart else nullcontext(),
             nullcontext() if self.products else by_torch(),
             _without_walks(self.model),
         ):
@@ -153,6 +154,11 @@ class Trainer(SFTTrainer):
         self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
         # Labels are counted over all processes, and DistributedDataParallel averages the gradients of them.
         return loss * self.accelerator.num_processes if num_items_in_batch is not None else loss
+
+    @property
+    def tokens(self) -> float:
+        """Tokens trained so far, over all processes."""
+        return float(self._total_train_tokens)
 
     def _tokens(self, inputs: dict[str, Any]) -> int:
         """Tokens of the rows of this micro-batch over all processes, padding not counted."""
@@ -245,11 +251,12 @@ def build_trainer(
         last.attach(model)
     if device.kind == "cpu" and recipe.fast.memory:
         keep_freed_memory()
+    compiled = recipe.fast.compile and _compiles()
     apart = path.attention == "documents"
     trainer = Trainer(
         logits=logits,
-        row_by_row=apart,
-        blocks=path.blocks,
+        path=path,
+        compiled=compiled,
         products=recipe.fast.products,
         clock=clock,
         progress=progress,
@@ -272,6 +279,8 @@ def build_trainer(
         ],
     )
     trainer.remove_callback(PrinterCallback)
+    if compiled:
+        trainer.add_callback(CompileLayers(model, lambda: Span(clock.seconds, trainer.tokens), progress.say))
     if trainer.accelerator.num_processes != device.count:
         raise FinetuneError(
             f"{device.count} processes were started but {trainer.accelerator.num_processes} train together.",
@@ -340,6 +349,14 @@ def _weights_in_words(recipe: Recipe, facts: Facts, device: Device) -> str:
         return "in the type of the model"
     why = why_not_held(recipe, facts, device)
     return f"in the type of the model ({why})" if why else "as in their file, dense for one product at a time"
+
+
+def _compiles() -> bool:
+    """Whether `torch.compile` works here; a warning says why not."""
+    why = why_not()
+    if why is not None:
+        log.warning("fast.compile steps aside, and layers run as they are: %s.", why)
+    return why is None
 
 
 def _checkpointing(every: int) -> dict[str, Any]:

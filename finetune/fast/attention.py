@@ -36,19 +36,21 @@ NAME = "finetune_documents"
 
 
 @contextmanager
-def documents(model: Any, *, blocks: bool = False) -> Iterator[None]:
+def documents(model: Any, *, blocks: bool = False, compiled: bool = False) -> Iterator[None]:
     """Let `model` (a transformers model, or peft's around one) attend row by row. Every batch must lie flat.
 
-    `blocks`: in fp32 the backward pass is that of `fast.blocks`, which is quicker for short rows.
+    `blocks`: in fp32 the backward pass is that of `fast.blocks`, which is quicker for short rows. `compiled`: the
+    layers go through `torch.compile`, which leaves attention to this function and everything else to transformers.
     """
     from transformers import AttentionInterface
 
     # transformers builds no mask for a name that has none in its AttentionMaskInterface (`create_causal_mask`).
-    AttentionInterface.register(NAME, partial(attend, blocks=blocks))
+    run = partial(attend, blocks=blocks)
+    AttentionInterface.register(NAME, torch.compiler.disable(run) if compiled else run)  # type: ignore[no-untyped-call]
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
     base.set_attn_implementation(NAME)
-    turned = [module for module in base.modules() if type(module).__name__ in TURNED]
+    turned = [module for module in base.modules() if type(module).__name__ in TURNED and not compiled]
     for module in turned:
         module.forward = _TurnedForward(module, blocks)
     try:
