@@ -68,6 +68,7 @@ class CompileLayers(TrainerCallback):
     def __init__(self, model: Any, so_far: Callable[[], Span], say: Callable[[str], None]) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._layers, self._so_far, self._say = base.base_model.layers, so_far, say
+        self._modules: list[Any] = []
         self._compiled = self._resumed = False
         self._ends: list[Span] = []
 
@@ -80,8 +81,9 @@ class CompileLayers(TrainerCallback):
 
             self._compiled = True
             torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is, and torch warns
-            for layer in self._layers:
-                layer.forward = torch.compile(layer.forward, dynamic=True)  # batches differ in length
+            self._modules = [module for layer in self._layers for module in _parts(layer)]
+            for module in self._modules:
+                module.forward = torch.compile(module.forward, dynamic=True)  # batches differ in length
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._resumed and len(self._ends) < ALL:
@@ -90,9 +92,8 @@ class CompileLayers(TrainerCallback):
                 self._say(self._in_words(state.max_steps))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._compiled:
-            for layer in self._layers:  # what is asked of the model after training runs as ever
-                del layer.forward
+        for module in self._modules:  # what is asked of the model after training runs as ever
+            del module.forward
         if not self._resumed and len(self._ends) < ALL:
             self._say("Compiled layers: the run is too short to tell what they gain.")
 
@@ -108,3 +109,8 @@ class CompileLayers(TrainerCallback):
         if tokens == float("inf"):
             return f"{said}: nothing gained, leave fast.compile off here."
         return f"{said}: it pays after {tokens / a_step:,.0f} steps, and this run has {steps:,}."
+
+
+def _parts(layer: Any) -> list[Any]:
+    """What of a layer is compiled: all of it, or, since checkpointing begins inside its forward, what that calls."""
+    return list(layer.children()) if getattr(layer, "gradient_checkpointing", False) else [layer]
