@@ -309,6 +309,8 @@ def _answers(recipe: Recipe, facts: Facts, device: Device) -> Iterator[tuple[str
             else f"{device.name} has no bf16 units"
         )
     yield "train", "precision", precision, why
+    if recipe.train.precision == "fp32":
+        half, why = "float32", "train.precision is fp32"
     if full and half != "float32":
         yield "load", "dtype", "float32", "trained weights are fp32; products run in " + precision
     else:

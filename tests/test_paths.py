@@ -204,12 +204,12 @@ def test_models_that_may_mix_rows_are_not_packed(packing: str) -> None:
     ("device", "model", "sets", "expected"),
     [
         (H100, LLAMA, {}, ("bfloat16", "bfloat16", "flash", "tiled")),
-        (H100, LLAMA, {"train__precision": "fp32"}, ("bfloat16", None, "flash", "tiled")),
+        (H100, LLAMA, {"train__precision": "fp32"}, ("float32", None, "efficient", "tiled")),  # products in fp32
         (
             H100,
             LLAMA,
-            {"train__precision": "fp32", "load__dtype": "float32"},
-            ("float32", None, "efficient", "tiled"),
+            {"train__precision": "fp32", "load__dtype": "bfloat16"},
+            ("bfloat16", None, "flash", "tiled"),
         ),
         (H100, LLAMA, {"load__attention": "eager"}, ("bfloat16", "bfloat16", "eager", "tiled")),
         (H100, GEMMA, {}, ("bfloat16", "bfloat16", "eager", "tiled")),

@@ -315,6 +315,16 @@ def test_types_and_optimizers(kind: str, device: Device, precision: str, dtype: 
     assert all(given[choice.field] == choice.value for choice in planned.choices)
 
 
+@pytest.mark.parametrize("kind", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("device", [H100, CPU_BF16, T4], ids=lambda device: device.name)
+def test_products_in_fp32_have_weights_in_fp32(kind: str, device: Device) -> None:
+    answer, planned = resolved(recipe(kind, SMALL, train__precision="fp32"), device)
+    assert answer.load.dtype == "float32"
+    assert getattr(answer.method, "compute_dtype", "float32") == "float32"
+    because = {choice.because for choice in planned.choices if choice.field in ("load.dtype", "method.compute_dtype")}
+    assert because == {"train.precision is fp32"}
+
+
 def test_what_the_user_wrote_stays() -> None:
     asked = recipe(
         "qlora", SMALL, train__precision="fp32", load__dtype="float16", load__attention="eager",
