@@ -99,7 +99,9 @@ def simulate(
     for parameter in trained.values():
         parameter.register_post_accumulate_grad_hook(lambda p: watch.rename(p.grad, "gradients"))
     watch.follow(model)
-    apart = documents(model, blocks=path.blocks) if path.attention == "documents" else nullcontext()
+    apart = (
+        documents(model, blocks=path.blocks, turned=path.turned) if path.attention == "documents" else nullcontext()
+    )
     with apart, torch.device("meta"), traced(path, batch) as copies, watch:
         ids = torch.empty(batch.rows, batch.length, dtype=torch.long)
         if warm_up:

@@ -96,9 +96,11 @@ class Trainer(SFTTrainer):
 
     @contextmanager
     def _as_asked(self) -> Iterator[None]:
-        apart = self.path.attention == "documents"
+        path = self.path
         with (
-            documents(self.model, blocks=self.path.blocks, compiled=self.compiled) if apart else nullcontext(),
+            documents(self.model, blocks=path.blocks, turned=path.turned, compiled=self.compiled)
+            if path.attention == "documents"
+            else nullcontext(),
             nullcontext() if self.products else by_torch(),
             _without_walks(self.model),
         ):

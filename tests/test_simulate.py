@@ -192,10 +192,13 @@ def test_autocast_has_let_its_copies_go_when_the_loss_is_taken() -> None:
 # ------------------------------------------------------------------------------------- against the torch-free step
 
 
-def planned(name: str, facts: Facts, rows: int, length: int, checkpointing: bool) -> tuple[Recipe, Batch, StepPath]:
+def planned(
+    name: str, facts: Facts, rows: int, length: int, checkpointing: bool, compiled: bool = False
+) -> tuple[Recipe, Batch, StepPath]:
     recipe = load_recipe(name)
     for field, value in (
         ("train.micro_batch", rows), ("data.max_length", length), ("train.checkpointing", checkpointing),
+        ("fast.compile", compiled),
     ):  # fmt: skip
         recipe = changed(recipe, field, value)
     device = LAPTOP if recipe.model == SMALL else named_device("a100-80gb")
@@ -203,8 +206,8 @@ def planned(name: str, facts: Facts, rows: int, length: int, checkpointing: bool
     return recipe, batch_of(recipe, facts, device), path_of(recipe, facts, device)
 
 
-def agree(name: str, facts: Facts, rows: int, length: int, checkpointing: bool) -> None:
-    recipe, batch, path = planned(name, facts, rows, length, checkpointing)
+def agree(name: str, facts: Facts, rows: int, length: int, checkpointing: bool, compiled: bool = False) -> None:
+    recipe, batch, path = planned(name, facts, rows, length, checkpointing, compiled)
     traced = simulate(facts, recipe.method, batch, path)
     found = account(recipe.method, facts, batch, path)
     assert found.peak == pytest.approx(max(traced.peaks[phase].bytes for phase in PHASES), rel=0.01)
@@ -217,6 +220,11 @@ def agree(name: str, facts: Facts, rows: int, length: int, checkpointing: bool) 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_both_ways_agree_on_every_shipped_recipe(name: str, rows: int, length: int, checkpointing: bool) -> None:
     agree(name, cut(load_recipe(name).model, 4), rows, length, checkpointing)
+
+
+@pytest.mark.parametrize("name", ["smollm2-lora", "smollm2-full", "gemma2b-lora", "llama7b-qlora"])
+def test_both_ways_agree_on_layers_that_will_be_compiled(name: str) -> None:
+    agree(name, cut(load_recipe(name).model, 4), 2, 512, checkpointing=False, compiled=True)
 
 
 @pytest.mark.long

@@ -36,11 +36,12 @@ NAME = "finetune_documents"
 
 
 @contextmanager
-def documents(model: Any, *, blocks: bool = False, compiled: bool = False) -> Iterator[None]:
+def documents(model: Any, *, blocks: bool = False, turned: bool = True, compiled: bool = False) -> Iterator[None]:
     """Let `model` (a transformers model, or peft's around one) attend row by row. Every batch must lie flat.
 
-    `blocks`: in fp32 the backward pass is that of `fast.blocks`, which is quicker for short rows. `compiled`: the
-    layers go through `torch.compile`, which leaves attention to this function and everything else to transformers.
+    `blocks`: in fp32 the backward pass is that of `fast.blocks`, which is quicker for short rows. `turned`: layers of
+    the Llama kind turn queries and keys here too. `compiled`: the layers go through `torch.compile`, which leaves
+    attention out.
     """
     from transformers import AttentionInterface
 
@@ -50,13 +51,13 @@ def documents(model: Any, *, blocks: bool = False, compiled: bool = False) -> It
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
     base.set_attn_implementation(NAME)
-    turned = [module for module in base.modules() if type(module).__name__ in TURNED and not compiled]
-    for module in turned:
+    modules = [module for module in base.modules() if type(module).__name__ in TURNED and turned]
+    for module in modules:
         module.forward = _TurnedForward(module, blocks)
     try:
         yield
     finally:
-        for module in turned:
+        for module in modules:
             del module.forward
         base.set_attn_implementation(before)
 

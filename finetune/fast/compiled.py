@@ -67,7 +67,9 @@ class CompileLayers(TrainerCallback):
 
     def __init__(self, model: Any, so_far: Callable[[], Span], say: Callable[[str], None]) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._layers, self._so_far, self._say = base.base_model.layers, so_far, say
+        kinds = base._no_split_modules or ()  # the classes of its layers, by which accelerate splits a model too
+        self._layers = [module for module in base.modules() if type(module).__name__ in kinds]
+        self._so_far, self._say = so_far, say
         self._modules: list[Any] = []
         self._compiled = self._resumed = False
         self._ends: list[Span] = []
@@ -88,13 +90,13 @@ class CompileLayers(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._resumed and len(self._ends) < ALL:
             self._ends.append(self._so_far())
-            if len(self._ends) == ALL:
+            if len(self._ends) == ALL and state.is_world_process_zero:
                 self._say(self._in_words(state.max_steps))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         for module in self._modules:  # what is asked of the model after training runs as ever
             del module.forward
-        if not self._resumed and len(self._ends) < ALL:
+        if not self._resumed and len(self._ends) < ALL and state.is_world_process_zero:
             self._say("Compiled layers: the run is too short to tell what they gain.")
 
     def _in_words(self, steps: int) -> str:
