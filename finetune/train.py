@@ -19,13 +19,14 @@ from finetune.device import Device
 from finetune.errors import FinetuneError, Interrupted, RunError
 from finetune.evaluate import check_questions, evaluate
 from finetune.facts import Facts, read_facts
+from finetune.fast.compiled import why_not
 from finetune.generate import Speaker
 from finetune.launch import check_launched
 from finetune.lengths import of_rows
 from finetune.measure import Measured, held_against
-from finetune.model import load_model, load_tokenizer, model_folder, real_device
+from finetune.model import load_model, load_tokenizer, model_folder, real_device, training_device
 from finetune.origin import origin_of, write_beside, write_origin
-from finetune.plan import Plan, require_fit, resolve
+from finetune.plan import Plan, changed, require_fit, resolve
 from finetune.recipe import Full, Recipe
 from finetune.run import Run, check_output, lock, open_or_create
 from finetune.store import Packs
@@ -58,6 +59,7 @@ def train(
     _join(device)
     tokenizer = load_tokenizer(recipe)
     data = prepare(recipe, tokenizer)
+    recipe = _compiled_if_possible(recipe, say)
     recipe, plan = resolve(recipe, facts, device, of_rows(data.train, "the rows themselves"))
     require_fit(plan)
     _tell_plan(plan, say)
@@ -105,6 +107,18 @@ def _first_look(recipe: Recipe, facts: Facts, device: Device) -> None:
     _, plan = resolve(recipe, facts, device)
     if plan.account.phases["load"] > plan.room:
         require_fit(plan)
+
+
+def _compiled_if_possible(recipe: Recipe, say: Say) -> Recipe:
+    """Without `fast.compile` where torch.compile does not work, so that everything else takes its usual way."""
+    if not recipe.fast.compile or (why := why_not(training_device())) is None:
+        return recipe
+    if _first():
+        say(
+            f"torch.compile does not work here ({why}), so layers run without it. "
+            "Install a C++ compiler, for a GPU Triton too, or leave fast.compile off."
+        )
+    return changed(recipe, "fast.compile", False)
 
 
 def _tell_plan(plan: Plan, say: Say) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from finetune.errors import FinetuneError, InputError
 from finetune.facts import Facts
 from finetune.fast import last
 from finetune.fast.attention import documents
-from finetune.fast.compiled import CompileLayers, Span, why_not
+from finetune.fast.compiled import CompileLayers, Span, layers_of
 from finetune.fast.head import IGNORED, is_plain, labels_of, onepass_loss, output_head, supervised_loss
 from finetune.fast.host import keep_freed_memory
 from finetune.fast.products import by_torch, onednn
@@ -102,6 +102,7 @@ class Trainer(SFTTrainer):
             if path.attention == "documents"
             else nullcontext(),
             nullcontext() if self.products else by_torch(),
+            _forgiving_compiler() if self.compiled else nullcontext(),
             _without_walks(self.model),
         ):
             yield
@@ -183,6 +184,14 @@ class Trainer(SFTTrainer):
         """No README in every checkpoint."""
 
 
+def _forgiving_compiler() -> AbstractContextManager[Any]:
+    """What torch.compile cannot compile runs as it is, and torch warns."""
+    from torch._dynamo import config
+
+    patched: AbstractContextManager[Any] = config.patch(suppress_errors=True)
+    return patched
+
+
 @contextmanager
 def _without_walks(model: Any) -> Iterator[None]:
     """transformers asks for training mode and for no gradients in every step, each time through all modules."""
@@ -238,9 +247,12 @@ def build_trainer(
     if logits is not None and not is_plain(output_head(model)):
         log.warning("The output head of %s is not a plain matrix: its loss is taken by autograd.", recipe.model)
         logits = None
+    layers = layers_of(model) if recipe.fast.compile else []
+    if recipe.fast.compile and not layers:
+        log.warning("The layers of %s have no name that is known, so they are not compiled.", recipe.model)
     log.info(
         "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products with frozen fp32 weights: %s. "
-        "Frozen weights of the layers: %s. Last MLP: %s.",
+        "Frozen weights of the layers: %s. Last MLP: %s. Layers: %s.",
         "supervised" if path.loss == "onepass" and logits is None else path.loss,
         path.attention + (", backward in blocks" if path.blocks else ""),
         why_alone(recipe, facts) or "together where they share an input",
@@ -248,17 +260,17 @@ def build_trainer(
         "oneDNN" if recipe.fast.products and device.kind == "cpu" and onednn() else "torch's own",
         _weights_in_words(recipe, facts, device),
         "supervised positions" if path.last and logits is not None else "all positions",
+        "compiled after some steps" if layers else "not compiled",
     )
     if path.last and logits is not None:
         last.attach(model)
     if device.kind == "cpu" and recipe.fast.memory:
         keep_freed_memory()
-    compiled = recipe.fast.compile and _compiles()
     apart = path.attention == "documents"
     trainer = Trainer(
         logits=logits,
         path=path,
-        compiled=compiled,
+        compiled=bool(layers),
         products=recipe.fast.products,
         clock=clock,
         progress=progress,
@@ -281,8 +293,10 @@ def build_trainer(
         ],
     )
     trainer.remove_callback(PrinterCallback)
-    if compiled:
-        trainer.add_callback(CompileLayers(model, lambda: Span(clock.seconds, trainer.tokens), progress.say))
+    if layers:
+        trainer.add_callback(
+            CompileLayers(layers, lambda: Span(clock.seconds, trainer.tokens), progress.say, run.event)
+        )
     if trainer.accelerator.num_processes != device.count:
         raise FinetuneError(
             f"{device.count} processes were started but {trainer.accelerator.num_processes} train together.",
@@ -351,14 +365,6 @@ def _weights_in_words(recipe: Recipe, facts: Facts, device: Device) -> str:
         return "in the type of the model"
     why = why_not_held(recipe, facts, device)
     return f"in the type of the model ({why})" if why else "as in their file, dense for one product at a time"
-
-
-def _compiles() -> bool:
-    """Whether `torch.compile` works here; a warning says why not."""
-    why = why_not()
-    if why is not None:
-        log.warning("fast.compile steps aside, and layers run as they are: %s.", why)
-    return why is None
 
 
 def _checkpointing(every: int) -> dict[str, Any]:
