@@ -34,6 +34,7 @@ def traced(path: Path, batch: Batch) -> Iterator[LowCopies]:
             stack.enter_context(_swapped(torch, is_autocast_enabled=lambda device_type="cuda": False))
         if path.device == "cuda":
             stack.enter_context(_half_softmax())
+            stack.enter_context(_byte_dropout())
         if path.loss == "tiled":
             stack.enter_context(_tiles(path))
         yield copies
@@ -163,6 +164,23 @@ def _half_softmax() -> Iterator[None]:
         return plain(x, dim=dim, dtype=dtype)
 
     with _swapped(functional, softmax=softmax):
+        yield
+
+
+@contextmanager
+def _byte_dropout() -> Iterator[None]:
+    """CUDA drops in one kernel and keeps a mask of bytes; elsewhere it multiplies by numbers of the input's type."""
+    import torch
+    from torch.nn import functional
+
+    plain = functional.dropout
+
+    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if training and 0 < p < 1 and not inplace:
+            return torch.ops.aten.native_dropout(x, p, True)[0]
+        return plain(x, p, training, inplace)
+
+    with _swapped(functional, dropout=dropout):
         yield
 
 

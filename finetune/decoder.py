@@ -8,13 +8,14 @@ after each block, softcapped scores). `simulate` runs the real code and must agr
     backward   loss -> last layer -> [the lump's activations go, its gradients come] -> layer 1 -> layer 0
 
 All layers between the second and the last keep the same bytes, and the live bytes change evenly from layer to layer,
-so no peak lies among them: they are entered as one lump.
+so no peak lies among them: they are entered as one lump. Where only some layers have adapters, none is left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from finetune import kernels
@@ -78,12 +79,12 @@ class _Decoder(Heads):
     def _layers(self) -> list[dict[str, Weight]]:
         """The Linear layers of those decoder layers that are shown, by short name."""
         count, period = self.facts.layers, max(int(self.path.checkpointing), 1)
+        adapters = {shape.module: shape for shape in adapter_shapes(self.method, self.facts)}
         tail = (count - 1) % period + 1
-        self.skipped = max(count - 2 * period - tail, 0)  # a multiple of the period
+        self.skipped = max(count - 2 * period - tail, 0) if self._alike(adapters) else 0  # a multiple of the period
         self.lumped = 2 * period - 1 if self.skipped else -1  # the lump follows this one of `shown`
         self.lump_starts = period
         self.shown = [n for n in range(count) if n <= self.lumped or n >= count - tail or not self.skipped]
-        adapters = {shape.module: shape for shape in adapter_shapes(self.method, self.facts)}
         layers: list[dict[str, Weight]] = [{} for _ in self.shown]
         for linear in self.facts.linears():
             number = layer_of(linear.name + ".")
@@ -92,6 +93,15 @@ class _Decoder(Heads):
             short = linear.name.rpartition(".")[2]
             layers[self.shown.index(number)][short] = self._weight(linear, adapters.get(linear.name))
         return [layer if _is_written_down(layer) else self._likely(layer) for layer in layers]
+
+    def _alike(self, adapters: Mapping[str, AdapterShape]) -> bool:
+        """Whether all layers have the same adapters; targets may name some of them only."""
+        found: dict[int, set[tuple[str, int]]] = {number: set() for number in range(self.facts.layers)}
+        for name, adapter in adapters.items():
+            number = layer_of(name + ".")
+            if number in found and not in_tower(name):
+                found[number].add((name.rpartition(".")[2], adapter.rank))
+        return len({frozenset(kinds) for kinds in found.values()}) == 1
 
     def _weight(self, linear: Linear, adapter: AdapterShape | None) -> Weight:
         weight = self._parameter(
@@ -191,6 +201,7 @@ class _Decoder(Heads):
         for block in self.lump_gradients:
             self.ledger.give(block)
         self.ledger.begin("evaluation")
+        self.drops = False
         with self.tape.silent():
             self._forward()
         self.ledger.finish()
@@ -387,9 +398,7 @@ def _is_written_down(layer: dict[str, Weight]) -> bool:
 
 def is_exact(facts: Facts, method: Method) -> bool:
     """Whether the model's layers, and what the method adds to them, are written down here as they run."""
-    plain = isinstance(method, Full) or (
-        method.variant != "dora" and not method.dropout and not method.modules_to_save
-    )
+    plain = isinstance(method, Full) or (method.variant != "dora" and not method.modules_to_save)
     return facts.model_type in KNOWN and plain and not facts.has_towers and not facts.has_experts
 
 

@@ -235,10 +235,14 @@ class Linears(Norms):
         return tape.new("low copy", weight.shape, width) if weight.width > width else None
 
     def _change(self, x: Tensor, layer: Weight) -> Tensor:
-        """B A x."""
+        """B A x, some of x set to zero before A."""
         assert layer.a is not None
         assert layer.b is not None
-        return self._matmul(self._matmul(x, layer.a, "adapter, narrow"), layer.b, "adapter output")
+        mask_width = 1 if self.path.device == "cuda" else x.width
+        dropped = self.tape.dropout(x, mask_width) if self.drops else x
+        narrow = self._matmul(dropped, layer.a, "adapter, narrow")
+        del dropped
+        return self._matmul(narrow, layer.b, "adapter output")
 
     def _dora(self, base: Tensor, x: Tensor, layer: Weight) -> Tensor:
         """(m - 1) W x + m s B A x with m = magnitude / ||W + s B A||, of whose norm no gradient is taken.

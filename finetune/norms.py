@@ -37,6 +37,7 @@ class Norms:
         self.peft_sees_autocast = bool(path.autocast) and path.device == "cuda"
         self.gemma = facts.model_type in ("gemma", "gemma2")
         self.full = isinstance(method, Full)
+        self.drops = not isinstance(method, Full) and method.dropout > 0  # until the evaluation
         self.double = isinstance(method, QLoRA) and method.double_quant
 
     def _parameter(self, name: str, shape: tuple[int, ...], width: int, *, trained: bool) -> Parameter:

@@ -166,6 +166,17 @@ class Tape:
 
         return self.record(out, [x.source], rule)
 
+    def dropout(self, x: Tensor, mask_width: int) -> Tensor:
+        """Some of x set to zero. The mask is kept if x needs a gradient: of x's type on a CPU, of bytes on a GPU."""
+        mask = self.new("dropout mask", x.shape, mask_width)
+        out = self.new("adapter input after dropout", x.shape, x.width)
+
+        def rule(grad: Tensor) -> list[Tensor | None]:
+            _ = mask
+            return [self.new("gradient", grad.shape, grad.width)]
+
+        return self.record(out, [x.source], rule)
+
     def cast(self, x: Tensor, width: int, what: str = "cast") -> Tensor:
         """x in another type; the same tensor when it has that type already."""
         if x.width == width:

@@ -163,6 +163,10 @@ CASES: dict[str, tuple[Method, Batch, StepPath]] = {
     "qlora, bf16, checkpointing": (
         QLoRA(kind="qlora", rank=8, compute_dtype="bfloat16"), Batch(4, 64, 100), cpu(**LOW, **AGAIN),
     ),
+    "lora, dropout": (LORA.model_copy(update={"dropout": 0.1}), Batch(4, 64, 100), cpu()),
+    "qlora, bf16, dropout": (
+        QLoRA(kind="qlora", rank=8, dropout=0.1, compute_dtype="bfloat16"), Batch(4, 64, 100), cpu(**LOW),
+    ),
     "qlora, bf16 beside fp32": (
         QLoRA(kind="qlora", rank=8, compute_dtype="float32"), Batch(4, 64, 100), cpu(autocast="bfloat16"),
     ),
@@ -243,6 +247,34 @@ def test_both_ways_agree_when_only_some_layers_are_recomputed(every: int) -> Non
         batch = Batch(4, 128, 200)
         traced = simulate(facts, method, batch, path)
         assert account(method, facts, batch, path).peak == pytest.approx(traced.peak.bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("path", [cpu(), cpu(grouped=True), cpu(**AGAIN), cpu(checkpointing=2, input_grads=True)])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["model.layers.1.self_attn.q_proj"],
+        [f"layers.{number}.self_attn.{name}" for number in range(5, 9) for name in ("q_proj", "v_proj")],
+        [f"layers.{number}.mlp.{name}" for number in (2, 4, 6) for name in ("gate_proj", "up_proj")],
+    ],
+    ids=["layer 1", "the last four", "every second"],
+)
+def test_both_ways_agree_where_only_some_layers_have_adapters(targets: list[str], path: StepPath) -> None:
+    facts, batch = cut(SMALL, 9), Batch(4, 64, 100)
+    method = LORA.model_copy(update={"rank": 64, "targets": targets})
+    traced = simulate(facts, method, batch, path)
+    assert account(method, facts, batch, path).peak == pytest.approx(traced.peak.bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["llama7b-lora", "gemma2b-qlora"])
+def test_both_ways_agree_on_dropout(name: str, checkpointing: bool) -> None:
+    recipe, batch, path = planned(name, cut(load_recipe(name).model, 4), 2, 512, checkpointing)
+    facts, method = cut(recipe.model, 4), recipe.method.model_copy(update={"dropout": 0.05})
+    path = dataclasses.replace(path, grouped=False, lean=False)  # peft's own code runs them
+    traced, found = simulate(facts, method, batch, path), account(method, facts, batch, path)
+    assert found.peak == pytest.approx(max(traced.peaks[phase].bytes for phase in PHASES), rel=0.01)
+    assert not found.estimated
 
 
 # ------------------------------------------------------------------------------------------------ against a real GPU

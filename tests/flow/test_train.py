@@ -161,6 +161,10 @@ def test_checkpointing_changes_nothing_but_memory(base: Path, rows: Path, tmp_pa
     )
 
 
+def without(record: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != key}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_that_lie_as_in_their_file_change_nothing_but_memory(rows: Path, tmp_path: Path, dtype: str) -> None:
     base = tiny_model(tmp_path / "base", dtype=dtype)
@@ -176,7 +180,8 @@ def test_weights_that_lie_as_in_their_file_change_nothing_but_memory(rows: Path,
     assert losses(runs[0].folder) == losses(runs[1].folder)
     plain, held = (load_file(run.adapter / "adapter_model.safetensors") for run in runs)
     assert all(torch.equal(held[name], plain[name]) for name in plain)
-    assert runs[0].read("evaluation.json") == runs[1].read("evaluation.json")
+    answers = [[without(arm, "seconds") for arm in run.read("evaluation.json")["arms"]] for run in runs]
+    assert answers[0] == answers[1]
     memory = [run.read("result.json")["memory"] for run in runs]
     weights = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)  # of two layers
     spared = 2 * weights - 4 * 64 * 128  # two bytes of each, less the room for one layer
