@@ -88,10 +88,10 @@ class Gain:
         )
         if self.pays_at is None:
             return f"{said}: nothing gained, so leave fast.compile off here."
-        return f"{said}: it has paid at step {self.pays_at:,}, and this run {_ends(self.pays_at, steps)} {steps:,}."
+        return f"{said}: it has paid at step {self.pays_at:,}, and this run {_until(self.pays_at, steps)} {steps:,}."
 
 
-def _ends(pays_at: int, steps: int) -> str:
+def _until(pays_at: int, steps: int) -> str:
     return "ends at step" if pays_at < steps else "is over before, at step"
 
 
