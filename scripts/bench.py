@@ -56,7 +56,8 @@ ARMS = {
 }
 PEERS = {
     "unsloth": "FastLanguageModel and SFTTrainer under `import unsloth`, rows of a step sorted by length",
-    "llamafactory": "takes file names and a YAML; it prints loss and gradient norm with `logging_steps: 1`",
+    "llamafactory": "`load_model`, CustomSeq2SeqTrainer and collator of LLaMA-Factory, which pads to multiples of 8; "
+    "no checkpointing, rows of a step sorted by length",
     "axolotl": "takes file names and a YAML",
     "litgpt": "its loop is a script of its own; it prints the loss, but no gradient norm",
     "torchtune": "its loop is a recipe file of its own; it prints the loss, but no gradient norm",
@@ -439,7 +440,7 @@ def run_arm(arm: str, folder: Path, watch: Watch) -> dict[str, Any]:
         return _finetune(work, folder, watch)
     if arm in ("trl", "trl-best", SHIFTED):
         return _trl(work, folder, watch, best=arm != "trl", shifted=arm == SHIFTED)
-    return _unsloth(work, folder, watch)
+    return DRIVERS[arm](work, folder, watch)
 
 
 def _finetune(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, Any]:
@@ -491,7 +492,7 @@ def _unsloth(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, A
     from unsloth import FastLanguageModel  # isort: skip  (it patches trl, so it comes first)
     import torch
 
-    recipe, adapter = work["recipe"], json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    recipe, adapter = work["recipe"], _adapter_config(folder)
     model, tokenizer = FastLanguageModel.from_pretrained(
         recipe["model"], max_seq_length=recipe["data"]["max_length"], dtype=torch.float32, load_in_4bit=False
     )
@@ -501,6 +502,55 @@ def _unsloth(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, A
     )  # fmt: skip
     rows = ordered(work["steps"], longest_first=True)
     return _sft(work, tokenizer, watch, rows, _no_checkpointing(), model=model)
+
+
+def _llamafactory(work: Mapping[str, Any], folder: Path, watch: Watch) -> dict[str, Any]:
+    """LLaMA-Factory's own workflow of an SFT run, from its arguments on, but with finished rows for a dataset."""
+    from datasets import Dataset
+    from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_template_and_fix_tokenizer
+    from llamafactory.hparams import get_train_args
+    from llamafactory.model import load_model, load_tokenizer
+    from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
+
+    recipe, job, adapter = work["recipe"], work["job"], _adapter_config(folder)
+    rows = ordered(work["steps"], longest_first=True)
+    with tempfile.TemporaryDirectory(prefix="bench-llamafactory-") as output:
+        settings = {
+            "stage": "sft", "do_train": True, "finetuning_type": "lora", "model_name_or_path": recipe["model"],
+            "dataset": "rows", "template": "empty", "cutoff_len": recipe["data"]["max_length"],
+            "lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"], "lora_dropout": 0.0,
+            "lora_target": ",".join(sorted(adapter["target_modules"])),
+            "disable_gradient_checkpointing": True, "disable_shuffling": True,
+            "max_steps": watch.steps, "per_device_train_batch_size": job["micro"],
+            "gradient_accumulation_steps": job["batch"] // job["micro"], "learning_rate": job["rate"],
+            "lr_scheduler_type": "constant", "warmup_steps": 0, "bf16": False, "use_cpu": True, "report_to": "none",
+            "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "dataloader_pin_memory": False,
+            "output_dir": output,
+        }  # fmt: skip
+        model_args, data_args, training_args, finetuning_args, _ = get_train_args(settings)
+        loaded = load_tokenizer(model_args)
+        template = get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
+        model = load_model(loaded["tokenizer"], model_args, finetuning_args, is_trainable=True)
+        collator = SFTDataCollatorWith4DAttentionMask(
+            template=template, model=model, pad_to_multiple_of=8, label_pad_token_id=-100,
+            attn_implementation=model.config._attn_implementation, compute_dtype=model_args.compute_dtype, **loaded,
+        )  # fmt: skip
+        trainer = CustomSeq2SeqTrainer(
+            model=model, args=training_args, finetuning_args=finetuning_args, data_collator=collator,
+            train_dataset=Dataset.from_list([{**row, "attention_mask": [1] * len(row["labels"])} for row in rows]),
+            **loaded,
+        )  # fmt: skip
+        watch.attach(trainer)
+        trainer.train()
+    return watch.found(trainer.state.log_history)
+
+
+DRIVERS = {"unsloth": _unsloth, "llamafactory": _llamafactory}  # of the peers that can be run
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    return config
 
 
 def _no_checkpointing() -> dict[str, bool]:
@@ -907,7 +957,7 @@ HEADER = (
     "arm", "CPU-s a step", "s a step", "tokens /s", "trained /s", "tokens /CPU-s", "trained /CPU-s", "peak MB",
     "RSS MB", "s to first step", "of the ceiling: CPU, wall", "in work run: CPU, wall", "loss off by",
 )  # fmt: skip
-PLAIN = ("trl", "trl-best", "unsloth")
+PLAIN = ("trl", "trl-best", *DRIVERS)
 
 
 def cells(found: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -1035,7 +1085,7 @@ def chosen(options: argparse.Namespace) -> Run:
     for peer, python in zip(options.peer, options.peer_python or [], strict=False):
         pythons[peer] = python
     for peer in options.peer:
-        if peer != "unsloth":
+        if peer not in DRIVERS:
             raise SystemExit(
                 f"There is no driver for {peer} yet: {PEERS[peer]}. It must take finished rows and give "
                 "the first loss and the gradients of every adapter, or the gate cannot pass it."

@@ -215,8 +215,10 @@ def test_a_part_is_not_written_and_a_peer_without_a_driver_is_refused_in_words()
     assert not any(of(**part).whole for part in parts)
     with pytest.raises(SystemExit, match="litgpt"):
         of(peer=["litgpt"])
-    with pytest.raises(SystemExit, match="--peer-python"):
-        of(peer=["unsloth"])
+    for peer in bench.DRIVERS:
+        assert of(peer=[peer], peer_python=["python"]).pythons == {peer: "python"}
+        with pytest.raises(SystemExit, match="--peer-python"):
+            of(peer=[peer])
 
 
 def test_the_embedded_model_has_seven_projections_a_layer() -> None:
