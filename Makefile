@@ -56,7 +56,7 @@ serve: $(VENV)/.serve
 	@$(BIN)/finetune serve $(or $(RUN),$(error no run yet: make train)) $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not long and not gpu" $(ARGS)
 
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m "long and not gpu" $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch about its own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo looks at it
 ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_stays() -> Iterator[None]:
+    """Dynamo would keep the models of these tests alive."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
 
 STEPS = "precision: fp32, steps: 16, optimizer: sgd"  # Adam would make a whole step of a rounding
 WIDE = "load: {dtype: float32}\n"
@@ -59,7 +69,6 @@ def test_training_is_the_same_and_what_it_gains_is_said(
         return backend(graph, inputs)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
-    torch._dynamo.reset()  # no graphs of other tests
     asked = {"data": "eval: 0.2", "train": f"{STEPS}, eval_every: 8"}
     runs = [
         train(recipe(base, rows, rest=f"{WIDE}fast: {{compile: {way}}}", **asked), output=tmp_path / way)
@@ -211,7 +220,6 @@ def test_the_whole_compiler_trains_the_same(
 ) -> None:
     assert compiled.why_not("cpu") is None, "no C++ compiler"
     base = tiny_model(tmp_path / "base", arch=arch)
-    torch._dynamo.reset()  # no graphs of other tests
     counters.clear()
     plain, through = (
         losses(
