@@ -191,6 +191,7 @@ def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
     assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx((2 / 4 + 1 / 2) / 5)
     assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 10)
     assert found["arms"]["trl"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 6)
+    assert found["arms"]["trl"]["share_fastest_cpu"] == pytest.approx((2 / 2 + 1) / 4)  # of 4, 6 and 40 s
     assert found["arms"]["trl"]["share_run_cpu"] == pytest.approx((2 / 2 + 1) / 6)
     results = {
         "machine": "a machine", "threads": 2, "date": "today", "versions": {"torch": "2"}, "repetitions": 3,
