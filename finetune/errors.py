@@ -62,3 +62,9 @@ class Interrupted(FinetuneError):
     """The user stopped the work; the run folder can be resumed."""
 
     exit_code = 130
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says first, to stand inside a sentence; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import embedded, method
 from finetune.device import Device, cpu_device, described, known_card
-from finetune.errors import FinetuneError, InputError, ModelError
+from finetune.errors import FinetuneError, InputError, ModelError, first_line
 from finetune.facts import Facts
 from finetune.paths import path_of
 from finetune.recipe import Full, QLoRA, Recipe
@@ -78,7 +78,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=recipe.load.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{recipe.model} has no tokenizer that can be read ({_first_line(error)}).",
+            f"{recipe.model} has no tokenizer that can be read ({first_line(error)}).",
             "Check that tokenizer.json and tokenizer_config.json are in the model's folder.",
         ) from None
     if tokenizer.pad_token is None:
@@ -103,17 +103,17 @@ def load_base(recipe: Recipe, folder: Path, *, quantized: bool = True, dtype: st
         return _trainable_4_bit(AutoModelForCausalLM.from_pretrained(folder, **options))
     except ImportError as error:
         raise InputError(
-            f"load.attention {recipe.load.attention} needs a package that is not here ({_first_line(error)}).",
+            f"load.attention {recipe.load.attention} needs a package that is not here ({first_line(error)}).",
             "Install it, or set load.attention: sdpa or eager.",
         ) from None
     except torch.OutOfMemoryError as error:
         raise FinetuneError(
-            f"The weights of {recipe.model} do not fit on the device ({_first_line(error)}).",
+            f"The weights of {recipe.model} do not fit on the device ({first_line(error)}).",
             "Run `finetune plan` on this recipe, and try `method.kind: qlora`.",
         ) from None
     except OSError as error:
         raise ModelError(
-            f"The weights of {recipe.model} cannot be read from {folder} ({_first_line(error)}).",
+            f"The weights of {recipe.model} cannot be read from {folder} ({first_line(error)}).",
             "Check that the folder holds config.json and every safetensors shard.",
         ) from None
 
@@ -229,9 +229,4 @@ def _reason(error: Exception) -> str:
     """Offline by the user's own setting, or what the connection said."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
-    return _first_line(error).removeprefix("Got: ")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return first_line(error).removeprefix("Got: ")

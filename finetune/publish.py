@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError, InputError
+from finetune.errors import FinetuneError, InputError, first_line
 from finetune.model_files import MARK, read_json
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -22,14 +22,14 @@ def check_hub(name: str) -> None:
         account = api.whoami()["name"]
     except Exception as error:
         raise InputError(
-            f"{name} cannot be written to the hub: {_first_line(error)}.",
+            f"{name} cannot be written to the hub: {first_line(error)}.",
             "Sign in with `hf auth login` (a token that may write), and check the connection.",
         ) from None
     try:
         there = set(api.list_repo_files(name)) if api.repo_exists(name) else set()
     except Exception as error:
         raise InputError(
-            f"The hub does not show {name} to {account}: {_first_line(error)}.", "Give a name under your own account."
+            f"The hub does not show {name} to {account}: {first_line(error)}.", "Give a name under your own account."
         ) from None
     if MARK not in there and any(file.endswith(".safetensors") for file in there):
         raise InputError(
@@ -57,7 +57,7 @@ def push(folder: Path, name: str, *, public: bool) -> str:
         api.upload_file(repo_id=name, path_or_fileobj=text, path_in_repo=MARK, commit_message="What it was made of")
     except Exception as error:
         raise FinetuneError(
-            f"The model is merged in {folder}, and its upload as {name} stopped: {_first_line(error)}.",
+            f"The model is merged in {folder}, and its upload as {name} stopped: {first_line(error)}.",
             "The same command goes on with the upload.",
         ) from error
     return f"{api.endpoint}/{name}"
@@ -71,8 +71,3 @@ def _api() -> Any:
     from huggingface_hub import HfApi
 
     return HfApi()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -249,7 +249,9 @@ def build_trainer(
         logits = None
     layers = layers_of(model) if recipe.fast.compile else []
     if recipe.fast.compile and not layers:
-        log.warning("The layers of %s have no name that is known, so they are not compiled.", recipe.model)
+        log.warning(
+            "The layers of %s have no name that is known and are not compiled. Leave fast.compile off.", recipe.model
+        )
     log.info(
         "Loss: %s. Attention: %s. Adapters: %s. Norms and MLPs: %s. Products with frozen fp32 weights: %s. "
         "Frozen weights of the layers: %s. Last MLP: %s. Layers: %s.",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 # The callback must inherit from transformers'; this hot module is imported by `trainer` only.
 from transformers import TrainerCallback  # noqa: TID253
 
+from finetune.errors import first_line
+
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -35,8 +37,7 @@ def why_not(device: str) -> str | None:
         with config.patch(suppress_errors=False):
             torch.compile(torch.sin)(torch.ones(2, device=device))
     except Exception as error:  # no C++ compiler, no Triton, a broken toolchain: each raises its own kind
-        lines = str(error).strip().splitlines()
-        return lines[0].rstrip(".") if lines else type(error).__name__
+        return first_line(error)
     return None
 
 
