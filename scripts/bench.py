@@ -9,7 +9,7 @@ Every arm trains SmolLM2-135M in fp32 on two threads, in a process of its own, b
 the same finished rows in the same optimizer steps and start from one saved adapter; an arm may lay out the rows of a
 step as it likes. Import, load and a warm-up step are not in the times; memory is measured over one more step at the
 end of the first repetition. Ratios are medians over repetitions of neighbours, because absolute times mean little on
-machines that others use too.
+machines that others use too; the ceiling of plain products is such a neighbour, measured before and after every arm.
 
 The gate, before any time counts: the first step's loss is the same to 1e-5, the gradient of every adapter before
 clipping to 1e-4 of its norm, and so are the counts of tokens and labels. To show that the gate can close, one arm is
@@ -610,10 +610,8 @@ def _sft(
 # -------------------------------------------------------------------------------------------------------- the ceiling
 
 
-def ceiling(
-    works: Mapping[str, Mapping[str, Any]], device: str = "cpu", dtype: str = "float32"
-) -> dict[str, dict[str, float]]:
-    """Operations per second that plain products reach, at each job's shapes, by wall time and by processor time.
+def ceiling(work: Mapping[str, Any], device: str = "cpu", dtype: str = "float32") -> dict[str, float]:
+    """Operations per second that plain products reach, at a job's shapes, by wall time and by processor time.
 
     Products of the forward pass and of the backward pass to the inputs, over six layers' weights so that they come
     from memory as in training, each at the fastest of several tries.
@@ -645,18 +643,16 @@ def ceiling(
             cpu.append(time.process_time() - used)
         return flop / min(wall), flop / min(cpu)
 
-    found = {}
-    for name, work in works.items():
-        job, counts = work["job"], work["counts"]
-        passes = len(counts) * job["batch"] // job["micro"]
-        tokens, supervised = (max(1, round(sum(c[key] for c in counts) / passes)) for key in ("tokens", "supervised"))
-        shapes = [tuple(shape) for shape in work["layers"][:7]]
-        layers, head = rate(shapes, tokens, 6), rate([tuple(work["head"])], supervised, 1)
-        found[name] = {"tokens": tokens, "supervised": supervised}
-        if dtype == "float32":
-            found[name]["onednn"] = rate(shapes, tokens, 6, plain=False)[0]
-        for number, key in enumerate(("", "_cpu")):
-            found[name] |= {f"layers{key}": layers[number], f"head{key}": head[number]}
+    job, counts = work["job"], work["counts"]
+    passes = len(counts) * job["batch"] // job["micro"]
+    tokens, supervised = (max(1, round(sum(c[key] for c in counts) / passes)) for key in ("tokens", "supervised"))
+    shapes = [tuple(shape) for shape in work["layers"][:7]]
+    layers, head = rate(shapes, tokens, 6), rate([tuple(work["head"])], supervised, 1)
+    found: dict[str, float] = {"tokens": tokens, "supervised": supervised}
+    if dtype == "float32":
+        found["onednn"] = rate(shapes, tokens, 6, plain=False)[0]
+    for number, key in enumerate(("", "_cpu")):
+        found |= {f"layers{key}": layers[number], f"head{key}": head[number]}
     return found
 
 
@@ -677,9 +673,9 @@ def child(spec: dict[str, Any]) -> Any:
             (folder / name).mkdir()
             make(JOBS[name], folder / name, model, steps, Path(spec["rows"]) if spec["rows"] else None)
         return None
-    if spec["do"] == "ceiling":
-        return ceiling({name: _work(Path(spec["folder"]) / name) for name in spec["jobs"]})
     folder = Path(spec["folder"])
+    if spec["do"] == "ceiling":
+        return ceiling(_work(folder))
     grads = Path(spec["grads"]) if spec["grads"] else None
     return run_arm(spec["arm"], folder, Watch(folder, grads, spec["begun"], spec["timed"], spec["measure"]))
 
@@ -819,22 +815,19 @@ def bench(run: Run, say: Callable[[str], None]) -> dict[str, Any]:
         steps = {name: run.timed(name) + 2 for name in run.jobs}
         rows = str(run.rows.resolve()) if run.rows else None
         process({"do": "make", "folder": work, "jobs": steps, "layers": run.layers, "rows": rows}, run.threads)
-        tops = [process({"do": "ceiling", "folder": work, "jobs": list(run.jobs)}, run.threads)]
         jobs = {}
         for name in run.jobs:
             jobs[name] = _job(run, folder / name, name, say, shift=name == run.jobs[0])
-        tops.append(process({"do": "ceiling", "folder": work, "jobs": list(run.jobs)}, run.threads))
-        for name in run.jobs:
-            summarize(jobs[name], _work(folder / name)["counts"], best_of([top[name] for top in tops]))
+            summarize(jobs[name], _work(folder / name)["counts"])
     return {
         "machine": machine(), "threads": run.threads, "date": date.today().isoformat(), "versions": versions(),
         "repetitions": run.repeat, "minutes": round((time.perf_counter() - began) / 60, 1), "jobs": jobs,
     }  # fmt: skip
 
 
-def best_of(tops: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The fastest that was seen, before and after."""
-    return {key: max(top[key] for top in tops) for key in tops[0]}
+def mean_of(tops: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What plain products reached in the mean of several measurements."""
+    return {key: statistics.fmean(top[key] for top in tops) for key in tops[0]}
 
 
 def _job(run: Run, folder: Path, name: str, say: Callable[[str], None], *, shift: bool) -> dict[str, Any]:
@@ -853,11 +846,15 @@ def _job(run: Run, folder: Path, name: str, say: Callable[[str], None], *, shift
         result: dict[str, Any] = process(spec, run.threads, run.pythons.get(arm, sys.executable))
         return result
 
+    def top() -> dict[str, float]:
+        return dict(process({"do": "ceiling", "folder": str(folder)}, run.threads))
+
     for repetition in range(run.repeat):
-        first, arms = repetition == 0, list(found["runs"])
+        first, arms, tops = repetition == 0, list(found["runs"]), [top()]
         for arm in arms if repetition % 2 == 0 else arms[::-1]:
             result = one(arm, timed, folder / f"{arm}.safetensors" if first else None, first)
-            found["runs"][arm].append(result)
+            tops.append(top())
+            found["runs"][arm].append({**result, "ceiling": mean_of(tops[-2:])})
             cpu, wall = (statistics.fmean(result[key]) for key in ("cpu_s", "wall_s"))
             say(f"{name}, {arm}: {cpu:.2f} CPU-s and {wall:.2f} s a step")
         if first:
@@ -903,33 +900,42 @@ def _shifted(
     return {"loss": verdict.loss, "gradient": verdict.gradient, "refused": True}
 
 
-def summarize(found: dict[str, Any], counts: Sequence[Mapping[str, float]], top: Mapping[str, float]) -> None:
+def summarize(found: dict[str, Any], counts: Sequence[Mapping[str, float]]) -> None:
     """Medians, ratios of neighbours, and the share of what plain products reach; added to a job's results.
 
-    The share is of the work that the job asks for, `share_run` of those operations of it that an arm really runs.
+    The share is the median over processes, each beside the ceiling measured around it. It is of the work that the job
+    asks for, `share_run` of those operations of it that an arm really runs.
     """
     runs, arms = found["runs"], {}
     done = counts[1 : 1 + found["steps"]]
     keys = ("tokens", "padded", "supervised", "flop", "flop_head", "run")
     total = {key: sum(count[key] for count in done) for key in keys}
-    rest = total["flop"] - total["flop_head"]
-    least = {key: rest / top[f"layers{key}"] + total["flop_head"] / top[f"head{key}"] for key in ("", "_cpu")}
-    left_out = {key: rest / top[f"layers{key}"] * (1 - total["run"] / total["tokens"]) for key in ("", "_cpu")}
+    run = total["run"] / total["tokens"]
+    tops = [result["ceiling"] for taken in runs.values() for result in taken]
     found |= {
         **{f"{key}_per_step": total[key] / len(done) for key in ("tokens", "padded", "supervised", "flop", "run")},
-        "ceiling": dict(top), "seconds_at_ceiling": least[""] / len(done),
-        "cpu_s_at_ceiling": least["_cpu"] / len(done),
+        "ceiling": {key: statistics.median(top[key] for top in tops) for key in tops[0]},
     }  # fmt: skip
+
+    def least(top: Mapping[str, float], suffix: str, run: float = 1.0) -> float:
+        layers = (total["flop"] - total["flop_head"]) / top[f"layers{suffix}"]
+        return layers * run + total["flop_head"] / top[f"head{suffix}"]
+
+    def share(taken: Sequence[Mapping[str, Any]], what: str, suffix: str, run: float = 1.0) -> float:
+        return statistics.median(least(result["ceiling"], suffix, run) / sum(result[what]) for result in taken)
+
+    for what, suffix in (("seconds", ""), ("cpu_s", "_cpu")):
+        found[f"{what}_at_ceiling"] = least(found["ceiling"], suffix) / len(done)
     first = next(iter(runs.values()))[0]["losses"]
     for arm, taken in runs.items():
         cpu, wall = (statistics.median(sum(result[key]) for result in taken) for key in ("cpu_s", "wall_s"))
         losses = taken[0]["losses"]
-        saved = left_out if arm == "finetune" else {"": 0.0, "_cpu": 0.0}
+        part = run if arm == "finetune" else 1.0
         arms[arm] = {
             "cpu_s": cpu / len(done), "wall_s": wall / len(done),
-            "share_of_ceiling": least[""] / wall, "share_of_ceiling_cpu": least["_cpu"] / cpu,
-            "share_fastest_cpu": least["_cpu"] / min(sum(result["cpu_s"]) for result in taken),
-            "share_run": (least[""] - saved[""]) / wall, "share_run_cpu": (least["_cpu"] - saved["_cpu"]) / cpu,
+            "share_of_ceiling": share(taken, "wall_s", ""), "share_of_ceiling_cpu": share(taken, "cpu_s", "_cpu"),
+            "share_run": share(taken, "wall_s", "", part),
+            "share_run_cpu": share(taken, "cpu_s", "_cpu", part),
             **{f"{what}_per_s": total[what] / wall for what in ("tokens", "supervised")},
             **{f"{what}_per_cpu_s": total[what] / cpu for what in ("tokens", "supervised")},
             "peak_bytes": taken[0]["peak_bytes"],
@@ -1005,7 +1011,8 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
             f"{shifted['gradient']:.1e} apart."
         )
     yield (
-        f"Share of the ceiling = seconds of the job's operations at the speed of plain products / seconds measured. "
+        f"Share of the ceiling = seconds of the job's operations at the speed of plain products, measured before and "
+        f"after each process / seconds of that process; the median of them. "
         f"A step asks for {found['flop_per_step'] / 1e9:,.0f} GFLOP (finetune.speed: 4 N + 6 P a token, attention, "
         f"4 H V a supervised token). Plain fp32 products reach {top['layers'] / 1e9:,.0f} GF/s at the layers' shapes "
         f"with {top['tokens']:,.0f} tokens and {top['head'] / 1e9:,.0f} GF/s at the head's with "
@@ -1015,12 +1022,6 @@ def words(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         f"stands at the beginning of all rows is not run again; the share in work run counts only that. Its own "
         f"products in the layers, with oneDNN's backward, reach {top['onednn'] / 1e9:,.0f} GF/s there."
     )
-    if ours := found["arms"].get("finetune"):
-        yield (
-            f"The ceiling is the fastest of a dozen tries, the table has medians: on a machine that is quicker at "
-            f"times, they differ. The fastest process of `finetune` reaches {ours['share_fastest_cpu']:.0%} of it "
-            f"by processor time."
-        )
 
 
 def document(results: Mapping[str, Any]) -> str:

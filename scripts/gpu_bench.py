@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def child(spec: Mapping[str, Any]) -> Any:
     if spec["do"] == "make":
         return make(spec["model"], [c for c in spec["cases"] if c.startswith(spec["model"])], setup, work)
     if spec["do"] == "ceiling":
-        return bench.ceiling({case: bench._work(work / case) for case in spec["cases"]}, setup.device, "bfloat16")
+        return {case: bench.ceiling(bench._work(work / case), setup.device, "bfloat16") for case in spec["cases"]}
     folder, grads = work / spec["case"], Path(spec["grads"]) if spec["grads"] else None
     watch = bench.Watch(folder, grads, spec["begun"], spec["timed"], spec["measure"], setup.device, setup.warm)
     return run_arm(spec["arm"], folder, watch, checkpointing=spec["checkpointing"])
@@ -278,7 +279,9 @@ def run(cases: Mapping[str, bool], setup: Setup, device: Device, say: Say) -> di
             result["trl_best_checkpoints"] = cases[case]
             if any(result["runs"].values()):  # bench.summarize leaves out one step to warm up itself
                 counts = bench._work(work / case)["counts"][setup.warm - 1 :]
-                bench.summarize(result, counts, bench.best_of([top[case] for top in tops]))
+                for measured in chain.from_iterable(result["runs"].values()):
+                    measured["ceiling"] = bench.mean_of([top[case] for top in tops])
+                bench.summarize(result, counts)
                 for arm, row in result["arms"].items():
                     row["reserved_bytes"] = result["runs"][arm][0]["reserved_bytes"]
                     flops = result["flop_per_step"] / row["wall_s"]

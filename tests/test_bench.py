@@ -162,13 +162,19 @@ def test_rows_inside_a_step_may_be_sorted_and_steps_stay() -> None:
 
 
 def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
+    top = {
+        "layers": 4e9, "head": 2e9, "layers_cpu": 2e9, "head_cpu": 1e9, "tokens": 100, "supervised": 50,
+        "onednn": 5e9,
+    }  # fmt: skip
+    slow = {key: value / 2 for key, value in top.items()}  # the machine of the last process
+
     def taken(cpu: list[float]) -> list[dict[str, Any]]:
         return [
             {
                 "cpu_s": [seconds], "wall_s": [seconds / 2], "losses": [2.0], "peak_bytes": 10**9,
-                "rss_bytes": 2 * 10**9, "first_step_s": 9.0,
+                "rss_bytes": 2 * 10**9, "first_step_s": 9.0, "ceiling": ceiling,
             }
-            for seconds in cpu
+            for seconds, ceiling in zip(cpu, (top, top, slow), strict=True)
         ]  # fmt: skip
 
     found: dict[str, Any] = {
@@ -176,23 +182,19 @@ def test_ratios_are_medians_of_neighbours_and_losers_are_shown() -> None:
     }  # fmt: skip
     # After the step to warm up; the toolkit runs three quarters of its tokens.
     counts = [{}, {"tokens": 100, "padded": 130, "supervised": 50, "flop": 3e9, "flop_head": 1e9, "run": 75}]
-    top = {
-        "layers": 4e9, "head": 2e9, "layers_cpu": 2e9, "head_cpu": 1e9, "tokens": 100, "supervised": 50,
-        "onednn": 5e9,
-    }  # fmt: skip
-    bench.summarize(found, counts, top)
+    bench.summarize(found, counts)
     assert found["arms"]["finetune"]["times"]["trl"] == {"cpu": 2.0, "wall": 2.0}
     assert found["arms"]["trl"]["times"]["finetune"] == {"cpu": 0.5, "wall": 0.5}
     assert found["seconds_at_ceiling"] == pytest.approx(2e9 / 4e9 + 1e9 / 2e9)
-    # 10 CPU-s are 5 s here; 1.5e9 of the layers' operations are run, and all of the head's.
-    assert found["arms"]["finetune"]["share_run"] == pytest.approx((1.5 / 4 + 1 / 2) / 5)
-    assert found["arms"]["finetune"]["share_run_cpu"] == pytest.approx((1.5 / 2 + 1) / 10)
+    # Processes of 2, 10 and 12 CPU-s, half as many seconds; the last one beside a ceiling half as high is as good as
+    # one of 6. 1.5e9 of the layers' operations are run, and all of the head's.
+    assert found["arms"]["finetune"]["share_run"] == pytest.approx((1.5 / 4 + 1 / 2) / 3)
+    assert found["arms"]["finetune"]["share_run_cpu"] == pytest.approx((1.5 / 2 + 1) / 6)
     # The job asks for all of the tokens, whoever runs them.
-    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx((2 / 4 + 1 / 2) / 5)
-    assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 10)
-    assert found["arms"]["trl"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 6)
-    assert found["arms"]["trl"]["share_fastest_cpu"] == pytest.approx((2 / 2 + 1) / 4)  # of 4, 6 and 40 s
-    assert found["arms"]["trl"]["share_run_cpu"] == pytest.approx((2 / 2 + 1) / 6)
+    assert found["arms"]["finetune"]["share_of_ceiling"] == pytest.approx((2 / 4 + 1 / 2) / 3)
+    assert found["arms"]["finetune"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 6)
+    assert found["arms"]["trl"]["share_of_ceiling_cpu"] == pytest.approx((2 / 2 + 1) / 4)  # of 4, 40 and 6 / 2 s
+    assert found["arms"]["trl"]["share_run_cpu"] == pytest.approx((2 / 2 + 1) / 4)
     results = {
         "machine": "a machine", "threads": 2, "date": "today", "versions": {"torch": "2"}, "repetitions": 3,
         "minutes": 1, "jobs": {"home": found},
